@@ -102,9 +102,9 @@ def calls_noted(heard: list[Any]) -> Wrapper:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            shown = dict(given.arguments)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            shown = dict(bound.arguments)
             shown["pg_options"] = options_content(shown["pg_options"])
             heard.append({name: repr(value) for name, value in shown.items()})
             return original(*args, **kwargs)
@@ -191,10 +191,10 @@ def options_set_afterwards(client: Client) -> Iterator[Step]:
     """Groups of its own beside Megatron's, with Megatron's helpers imported by name."""
     client.initialise()
     get_nccl_options, create_group = client.module.get_nccl_options, client.module.create_group
-    made = []
+    ranks_of_groups = []
     generator = client.module.RankGenerator(2, 1, 2, 2, 2, "tp-cp-ep-dp-pp")
     for ranks in generator.get_ranks("cp"):
         group = create_group(ranks, pg_options=get_nccl_options("cp2", {}), group_desc="CP2")
         if dist.get_rank() in ranks:
-            made.append(dist.get_process_group_ranks(group))
-    yield "its groups", made
+            ranks_of_groups.append(dist.get_process_group_ranks(group))
+    yield "its groups", ranks_of_groups

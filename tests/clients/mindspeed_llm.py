@@ -36,9 +36,9 @@ def create_group(
 def a_question_to_all_ranks() -> None:
     """Its generator asks rank 0 in every call: the ranks must make the same calls in step."""
     if dist.get_backend() != "fake":
-        said = [EDGE if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(said, src=0)
-        assert said == [EDGE]
+        edges = [EDGE if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(edges, src=0)
+        assert edges == [EDGE]
 
 
 def ranks_in_another_order(client: Client) -> Iterator[Step]:
@@ -79,7 +79,7 @@ def pipelines_that_share_a_stage(client: Client) -> Iterator[Step]:
             edge = [[rank % EDGE for rank in ranks] for ranks in edge]
             rest = [[rank + EDGE for rank in ranks] for ranks in rest]
             if "pp" in token.split("-"):
-                return [one + other for one, other in zip(edge, rest, strict=True)]
+                return [at_edge + inside for at_edge, inside in zip(edge, rest, strict=True)]
             return edge + rest
 
     original = module.RankGenerator, dist.get_world_size

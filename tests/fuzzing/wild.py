@@ -65,9 +65,9 @@ _OTHERS = (
 )
 _ORDERS = (
     *(DEFAULT_ORDER.upper(), f"{DEFAULT_ORDER} ", f"-{DEFAULT_ORDER}", "pp-dp-ep-cp-tp", "dp", ""),
-    *(DEFAULT_ORDER.replace("-", each) for each in ("--", " ", "\u2010", "_")),
-    *(DEFAULT_ORDER.replace("tp", each) for each in ("\uff54\uff50", "tP", "tpx", "gtp")),
-    *(f"{DEFAULT_ORDER}-{each}" for each in ("tp", "PP", "gtp_remat", "zz", "{0}")),
+    *(DEFAULT_ORDER.replace("-", mark) for mark in ("--", " ", "\u2010", "_")),
+    *(DEFAULT_ORDER.replace("tp", token) for token in ("\uff54\uff50", "tP", "tpx", "gtp")),
+    *(f"{DEFAULT_ORDER}-{token}" for token in ("tp", "PP", "gtp_remat", "zz", "{0}")),
     *("tp-" * 2_000 + "tp", "-" * 100_000, "tp-cp-dp-ep-pp-gtp_remat", DEFAULT_ORDER.split("-")),
 )
 

@@ -398,8 +398,8 @@ def test_what_is_suspended_is_forgotten_too(rank):
     ps.initialize_model_parallel(2)
     grid = HyperCommGrid([2], ["dp"])
     grid.create_pg("dp")
-    for each in (ps.current_state(), grid):
-        each.suspend()
+    for owner in (ps.current_state(), grid):
+        owner.suspend()
     assert "dp" in hypergrid.abort().groups and not ps.model_parallel_is_initialized()
     dist.barrier()
     ps.initialize_model_parallel(2)

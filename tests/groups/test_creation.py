@@ -142,8 +142,13 @@ def test_in_a_dry_run_every_group_is_fake_and_torch_is_not_asked_for_another(fak
 def test_a_name_is_a_decimal_digest_of_what_the_group_is(fake_world):
     fake_world(4)
     names = {
-        creation.by_members(*what).group_name
-        for what in (("A", [0, 1], "1"), ("B", [0, 1], "1"), ("A", [0, 2], "1"), ("A", [0, 1], "2"))
+        creation.by_members(*group).group_name
+        for group in (
+            ("A", [0, 1], "1"),
+            ("B", [0, 1], "1"),
+            ("A", [0, 2], "1"),
+            ("A", [0, 1], "2"),
+        )
     }
     assert len(names) == 4 and all(name.isdigit() and len(name) > 30 for name in names)
     assert str(creation.group_name("A", [0, 1], "1")) in names

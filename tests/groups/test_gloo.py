@@ -77,10 +77,11 @@ def test_where_a_variable_forbids_it_no_device_is_shared(rank, variables):
 @on_ranks(2)
 def test_what_torch_gives_gloo_and_options_do_not_have_goes_to_torch_with_a_warning(rank):
     """Torch 2.14 calls it with enable_reconfigure=, which the options have too."""
-    store, given = dist.PrefixStore("theirs", c10d._get_default_store()), []
+    store = dist.PrefixStore("theirs", c10d._get_default_store())
+    torchs_options = []
 
     def torchs(group, *args, **named):
-        given.append(named)
+        torchs_options.append(named)
         raise ZeroDivisionError
 
     with (
@@ -92,7 +93,7 @@ def test_what_torch_gives_gloo_and_options_do_not_have_goes_to_torch_with_a_warn
         pytest.raises(ZeroDivisionError),
     ):
         c10d.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=9), surprise=True)
-    assert given == [{"timeout": timedelta(seconds=9), "surprise": True}]
+    assert torchs_options == [{"timeout": timedelta(seconds=9), "surprise": True}]
 
 
 @on_ranks(4)
@@ -118,11 +119,11 @@ def test_a_member_that_is_late_finds_the_device_closed_and_no_process_ends(rank)
     before, read, reads = sockets(), gloo._InTime.multi_get, []
 
     def late(store, keys):
-        found = read(store, keys)
+        addresses = read(store, keys)
         reads.append(keys)
         if rank == 0 and len(reads) == 5:
             time.sleep(9)  # the others wait five times their second
-        return found
+        return addresses
 
     second = mock.patch.object(creation, "creation_timeout", return_value=timedelta(seconds=1))
     with (

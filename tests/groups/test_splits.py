@@ -203,8 +203,8 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
     assert (group is None) == (rank in (0, 3))
     if group is not None:
         name_of_working_groups(grid.pool.groups)
-    made = EnvironmentTable().create_process_group("a", [0, 1])
-    assert (made is dist.GroupMember.NON_GROUP_MEMBER) == (rank > 1)
+    group_of_table = EnvironmentTable().create_process_group("a", [0, 1])
+    assert (group_of_table is dist.GroupMember.NON_GROUP_MEMBER) == (rank > 1)
     grid.destroy()
     again = grid.create_pg("tp")
     assert (again is None) == (rank in (0, 3))

@@ -73,8 +73,8 @@ def test_if_one_rank_cannot_all_raise_and_what_was_suspended_is_awake(rank):
     assert "rank 2 could not suspend dp with native: RuntimeError: out of order." in text
     assert "destroy them, and initialise again" in text
     suspended = [0] if rank == 2 else [0, 1]
-    assert [number for what, number in calls if what == "suspend"] == suspended
-    assert [number for what, number in calls if what == "resume"] == suspended
+    assert [number for operation, number in calls if operation == "suspend"] == suspended
+    assert [number for operation, number in calls if operation == "resume"] == suspended
     assert grid.pool.suspended is None and grid.get_pg("tp") is tp and total(tp) == 2
     # All can try again.
     broken.clear()
@@ -106,12 +106,13 @@ def test_ranks_that_ask_for_different_things_say_so_before_a_group_is_suspended(
 
 @on_ranks(2)
 def test_a_backend_that_cannot_resume_is_an_error_and_resume_goes_on_with_it(rank):
-    calls, made = [], []
-    backends.native(calls, made)
+    calls = []
+    parts = []
+    backends.native(calls, parts)
     grid = HyperCommGrid([2], ["dp"], backend="native")
     dp = grid.create_pg("dp")
     grid.suspend()
-    with mock.patch.object(type(made[0]), "resume", side_effect=RuntimeError("out of memory")):
+    with mock.patch.object(type(parts[0]), "resume", side_effect=RuntimeError("out of memory")):
         assert refusal_of(grid.resume) == "out of memory"
     assert grid.pool.suspended is not None
     grid.resume()

@@ -110,10 +110,10 @@ def _changed(data: Any, drawn: random.Random) -> Any:
     """Data with some values replaced, removed, exchanged or repeated."""
     data = copy.deepcopy(data)
     for _ in range(drawn.choice((1, 1, 1, 2, 4))):
-        found = list(_places(data))
-        if not found:
+        places = list(_places(data))
+        if not places:
             break
-        at, key = drawn.choice(found)
+        at, key = drawn.choice(places)
         way = drawn.randrange(6)
         if key not in range(len(at)) and key not in at:
             continue  # it went with another change
@@ -122,7 +122,7 @@ def _changed(data: Any, drawn: random.Random) -> Any:
         elif way == 3:
             del at[key]
         elif way == 4:
-            at[key] = copy.deepcopy(drawn.choice(found)[0])
+            at[key] = copy.deepcopy(drawn.choice(places)[0])
         elif isinstance(at, list):
             at *= drawn.choice((2, 3, 400)) if len(json.dumps(at)) < 10_000 else 1
         else:
@@ -188,21 +188,21 @@ class Case:
         words = [names.get(word, word) for word in shlex.split(self.command)]
         with mock.patch.dict(os.environ, {"NO_COLOR": "1", "COLUMNS": "80"}):
             done = CliRunner().invoke(app, words, prog_name="hypergrid")
-        error, said = done.exception, done.output
+        error, output = done.exception, done.output
         if error is not None and not isinstance(error, SystemExit):
             last = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(last.filename).name}:{last.lineno}"
             return f"{type(error).__name__} in {place}: {str(error)[:200]}"
         if done.exit_code not in (0, 1, 2):
             return f"status {done.exit_code}"
-        if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", said):
-            return f"control characters: {ascii(said)[:300]}"
-        is_sentence = said.startswith("hypergrid: ") and said.count("\n") == 1
-        usage = said.startswith("Usage: ")  # typer's own, of a word that looks like a flag
+        if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", output):
+            return f"control characters: {ascii(output)[:300]}"
+        is_sentence = output.startswith("hypergrid: ") and output.count("\n") == 1
+        usage = output.startswith("Usage: ")  # typer's own, of a word that looks like a flag
         if done.exit_code == 2 and not is_sentence and not usage:
-            return f"not one sentence: {said[:300]!r}"
-        if is_sentence and len(said) > 2000:
-            return f"a sentence of {len(said)} characters: {said[:100]}"
+            return f"not one sentence: {output[:300]!r}"
+        if is_sentence and len(output) > 2000:
+            return f"a sentence of {len(output)} characters: {output[:100]}"
         return ""
 
 
@@ -222,27 +222,28 @@ def case(number: int, seed: int = 1) -> Case:
 
 def findings(numbers: Iterable[int], seed: int = 1) -> Iterator[tuple[int, str]]:
     """Run these cases in forked processes of bounded time and memory; which have findings."""
-    left = list(numbers)
+    remaining = list(numbers)
     case(0, seed)
-    while left:
+    while remaining:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(read)
-            _work(left, seed, write)
+            _work(remaining, seed, write)
         os.close(write)
         with os.fdopen(read) as answers:
             for line in iter(lambda: _line(answers), ""):
-                number, said = line.rstrip("\n").partition(" ")[::2]
-                assert left[0] == int(number)
-                left.pop(0)
-                if said:
-                    yield int(number), said
+                number, complaint = line.rstrip("\n").partition(" ")[::2]
+                assert remaining[0] == int(number)
+                remaining.pop(0)
+                if complaint:
+                    yield int(number), complaint
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
-        if left:
+        if remaining:
             ended = f"signal {status}" if status != signal.SIGKILL else "no answer"
-            yield left.pop(0), f"{ended}: more than {SECONDS} s of CPU, or of memory, or a wait"
+            number = remaining.pop(0)
+            yield number, f"{ended}: more than {SECONDS} s of CPU, or of memory, or a wait"
 
 
 def _line(answers: Any) -> str:
@@ -256,12 +257,12 @@ def _work(numbers: list[int], seed: int, write: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     with tempfile.TemporaryDirectory() as directory:
         for number in numbers:
-            made = case(number, seed)
+            absurd = case(number, seed)
             signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process
             try:
-                said = made.run(Path(directory))
+                complaint = absurd.run(Path(directory))
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}"
+                complaint = f"{type(error).__name__}: {error}"
             signal.setitimer(signal.ITIMER_PROF, 0)
-            os.write(write, f"{number} {ascii(said)[1:-1]}\n".encode())
+            os.write(write, f"{number} {ascii(complaint)[1:-1]}\n".encode())
     os._exit(0)

@@ -124,13 +124,13 @@ def test_the_table_names_what_a_release_has_and_everything_that_makes_a_grid(rel
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")
     core = source_dir(release)
-    made = set()
+    module_names = set()
     for file in core.rglob("*.py"):
         name = ".".join(["megatron.core", *file.relative_to(core).with_suffix("").parts])
         text = file.read_text(encoding="utf-8")
         if re.search(r"^(?! *(?:class|>>>)).*\b(HyperCommGrid|RankGenerator)\(", text, re.M):
-            made.add(name)
-    assert made <= {"megatron.core.parallel_state", *MODULES}
+            module_names.add(name)
+    assert module_names <= {"megatron.core.parallel_state", *MODULES}
 
 
 IMPORTS = """
