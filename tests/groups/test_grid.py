@@ -89,6 +89,7 @@ def test_of_a_label_whose_second_group_fails_no_group_stays_and_more_can_be_crea
         assert list(pool.groups) == [] and open_groups() == before[:1]
         (group,) = pool.make("A", {"first": (0, 1)}, lambda: [])
     assert [pooled.group for pooled in pool.groups] == [group]
+    pool.destroy()
 
 
 @on_ranks(8)
