@@ -106,11 +106,7 @@ def _minutes(value: Any) -> float:
 @dataclass(frozen=True, eq=False)
 @take_defaults
 class Request:
-    """A request to ``initialize_model_parallel``, field by field as its arguments.
-
-    ``check`` refuses wrong ones. Of 8 ranks with sizes tp=2, pp=2 and ep=2, ``decoder`` lays out
-    tp=2, dp=2, pp=2 and ``expert`` the same ranks as tp=2, ep=2, dp=1, pp=2.
-    """
+    """A request to ``initialize_model_parallel``, field by field as its arguments."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -315,10 +311,7 @@ class Request:
     @property
     def world(self) -> int:
         """Number of ranks in the job."""
-        if self.job_size is not None:
-            return self.job_size
-        size: int = _dist().get_world_size()
-        return size
+        return _dist().get_world_size() if self.job_size is None else self.job_size
 
     @cached_property
     def sharp_group(self) -> str | None:
@@ -330,9 +323,7 @@ class Request:
     @property
     def world_size(self) -> int:
         """Number of ranks in the window that is laid out."""
-        if self.local_world_size is not None:
-            return self.local_world_size
-        return self.world
+        return self.world if self.local_world_size is None else self.local_world_size
 
     @cached_property
     def sources(self) -> dict[str, str]:
@@ -475,9 +466,7 @@ class Request:
 
     @property
     def _order_source(self) -> str:
-        if self.job_size is not None:
-            return ""
-        return f" The order comes from {self.order_source}."
+        return "" if self.job_size is not None else f" The order comes from {self.order_source}."
 
     def _data_parallel_size(self, grid: str) -> int:
         """The world divided by a grid's sizes; RuntimeError if a remainder is left."""
