@@ -32,7 +32,7 @@ KINDS = {"gradient": "gradients", "update": "updates", "buffer": "buffers"}
 class Finding:
     """A quantity that differs from what one rank computes."""
 
-    what: str  # "loss", "tokens", "gradient", "gradient norm", "update", "buffer" ...
+    quantity: str  # "loss", "tokens", "gradient", "gradient norm", "update", "buffer" ...
     name: str  # of the parameter in the whole model; "" for quantities of the whole model
     ranks: tuple[int, ...]  # where it differs
     error: float  # the norm of the difference, relative to the right value's
@@ -42,10 +42,10 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str]:
-        return self.what, self.name
+        return self.quantity, self.name
 
     def __str__(self) -> str:
-        subject = self.what
+        subject = self.quantity
         if self.name:
             subject += f" of {self.name}"
         if self.step > 1:
@@ -53,7 +53,7 @@ class Finding:
         return f"{subject} {self._difference()}, on ranks {few(self.ranks)}"
 
     def _difference(self) -> str:
-        if self.what == _OWN:
+        if self.quantity == _OWN:
             return self.meaning
         if self.factor == 0:
             return "is 0"
@@ -66,8 +66,8 @@ class Finding:
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns of ``--allow`` is for this finding."""
-        quantity = f"{self.what} {self.name}".strip()
-        return any(fnmatchcase(quantity, pattern) for pattern in patterns)
+        text = f"{self.quantity} {self.name}".strip()
+        return any(fnmatchcase(text, pattern) for pattern in patterns)
 
 
 class _Difference(NamedTuple):
@@ -77,7 +77,7 @@ class _Difference(NamedTuple):
     def has(self, factor: float | None) -> bool:
         if self.factor is None or factor is None:
             return False
-        return abs(self.factor - factor) <= _SAME_FACTOR * abs(factor)
+        return _are_near(self.factor, factor)
 
 
 @dataclass
@@ -92,7 +92,8 @@ class Reference:
         self.whole: dict[str, dict[str, torch.Tensor]] = {}
         self.scale: dict[str, float] = {}
         for kind in ("initial", *KINDS.values()):
-            tensors = whole_tensors(getattr(self.computed, kind))
+            pieces = getattr(self.computed, kind)
+            tensors = whole_tensors(pieces)
             self.whole[kind] = tensors
             self.scale[kind] = _norm(tensors.values())
         self.next_step: Reference | None = None
@@ -105,14 +106,21 @@ class Reference:
         for computed in repeated:
             for kind in KINDS.values():
                 for piece in getattr(computed, kind):
+                    key = (kind, piece.name)
                     error = self.difference(kind, piece).error
-                    errors[kind, piece.name] = max(error, errors.get((kind, piece.name), 0.0))
+                    largest_error = errors.get(key, 0.0)
+                    errors[key] = max(error, largest_error)
         self.tolerance = MARGIN * median(errors.values())
         for key, error in errors.items():
-            self.tolerances[key] = max(MARGIN * error, self.tolerance)
-        if self.next_step is not None:
-            next_steps = [computed.next_step for computed in repeated if computed.next_step]
-            self.next_step.measure(next_steps)
+            tolerance = MARGIN * error
+            self.tolerances[key] = max(tolerance, self.tolerance)
+        if self.next_step is None:
+            return
+        next_steps = []
+        for computed in repeated:
+            if computed.next_step is not None:
+                next_steps.append(computed.next_step)
+        self.next_step.measure(next_steps)
 
     def noise(self) -> str:
         """A quantity whose tolerance is above the noise floor, in words; "" if none is."""
@@ -120,24 +128,34 @@ class Reference:
             # A gradient that is 0 by mathematics has nothing but rounding: a bias of keys, which
             # adds the same to all scores of a query.
             if tolerance > NOISE_FLOOR and not self._is_zero(kind, name):
-                return f"the {kind.removesuffix('s')} of {name} changes by {tolerance / MARGIN:.2g}"
+                quantity = kind.removesuffix("s")
+                change = tolerance / MARGIN
+                return f"the {quantity} of {name} changes by {change:.2g}"
         if self.next_step is None:
             return ""
         return self.next_step.noise()
 
     def has_gradient(self, name: str) -> bool:
         """Whether a parameter's gradient is more than rounding."""
-        return name in self.whole["gradients"] and not self._is_zero("gradients", name)
+        if name not in self.whole["gradients"]:
+            return False
+        return not self._is_zero("gradients", name)
 
     def _is_zero(self, kind: str, name: str) -> bool:
-        size = float(self.whole[kind][name].norm())
-        return size <= _SMALL * self.scale[kind]
+        tensor = self.whole[kind][name]
+        size = float(tensor.norm())
+        return size <= self._least_size(kind)
+
+    def _least_size(self, kind: str) -> float:
+        """The size below which a tensor of this kind is nothing but rounding."""
+        return _SMALL * self.scale[kind]
 
     def difference(self, kind: str, piece: Piece) -> _Difference:
         """How much a piece differs from the same part of the right tensor."""
-        right = self.whole[kind][piece.name][piece.slices]
-        least = _SMALL * self.scale[kind]
-        return _difference(piece.value.double(), right.double(), least)
+        whole = self.whole[kind][piece.name]
+        right = whole[piece.slices].double()
+        value = piece.value.double()
+        return _difference(value, right, self._least_size(kind))
 
     def limit(self, kind: str, name: str) -> float:
         """How large a difference may be."""
@@ -153,14 +171,16 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 
 def _difference(value: torch.Tensor, right: torch.Tensor, least: float) -> _Difference:
     size = float(right.norm())
-    error = float((value - right).norm()) / max(size, least, _TINY)
+    distance = float((value - right).norm())
+    error = distance / max(size, least, _TINY)
     if not isfinite(error):
         return _Difference(float("inf"), None)
     if size <= least:
         return _Difference(error, None)
     factor = float((value * right).sum()) / size**2
+    remainder = float((value - factor * right).norm())
     # Another direction, and not another length alone.
-    if float((value - factor * right).norm()) > _SAME_FACTOR * abs(factor) * size:
+    if remainder > _SAME_FACTOR * abs(factor) * size:
         return _Difference(error, None)
     return _Difference(error, factor)
 
@@ -171,45 +191,54 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
     The second step is compared only where the first agrees: it begins with what the first left.
     """
     differing = [*_replicas_that_differ(ranks), *_parts_that_are_equal(ranks)]
-    of_first_step = _of_step(reference, layout, ranks)
-    differing += of_first_step
-    next_results = [computed.next_step for computed in ranks if computed.next_step]
-    if next_results and reference.next_step is not None and not of_first_step:
-        for finding in _of_step(reference.next_step, layout, next_results):
-            differing.append(replace(finding, step=2))
+    first_step = _of_step(reference, layout, ranks)
+    if first_step or reference.next_step is None:
+        return differing + first_step
+    next_results = []
+    for computed in ranks:
+        # A run with a planted fault takes one step.
+        if computed.next_step is None:
+            return differing
+        next_results.append(computed.next_step)
+    for finding in _of_step(reference.next_step, layout, next_results):
+        differing.append(replace(finding, step=2))
     return differing
 
 
 def _of_step(reference: Reference, layout: Layout, ranks: Sequence[Computed]) -> list[Finding]:
     differing = list(_whole_model(reference, ranks))
-    for what, kind in KINDS.items():
-        differing += _parameters(what, kind, reference, ranks)
-    wrong_gradients = {finding.name for finding in differing if finding.what == "gradient"}
+    for quantity in KINDS:
+        differing += _parameters(quantity, reference, ranks)
+    wrong_gradients = set()
+    for finding in differing:
+        if finding.quantity == "gradient":
+            wrong_gradients.add(finding.name)
     kept = []
     for finding in differing:
         # A wrong gradient is one finding, not two.
-        if finding.what != "update" or finding.name not in wrong_gradients:
-            kept.append(_with_meaning(finding, layout))
+        if finding.quantity == "update" and finding.name in wrong_gradients:
+            continue
+        kept.append(_with_meaning(finding, layout))
     return kept
 
 
 def _replicas_that_differ(ranks: Sequence[Computed]) -> Iterator[Finding]:
     """Weights that replicas have initialised differently, before they got those of one rank."""
-    ranks_of: dict[Place, dict[str, list[int]]] = {}
+    ranks_by_digest: dict[Place, dict[str, list[int]]] = {}
     for rank, computed in enumerate(ranks):
         for place, value in computed.own_initial.items():
-            ranks_with = ranks_of.setdefault(place, {})
-            ranks_with.setdefault(value.digest, []).append(rank)
+            digests = ranks_by_digest.setdefault(place, {})
+            equal_ranks = digests.setdefault(value.digest, [])
+            equal_ranks.append(rank)
     odd_ranks: dict[str, set[int]] = {}
-    for (name, _), ranks_with in ranks_of.items():
+    for (name, _), digests in ranks_by_digest.items():
         # The ranks that do not have what most have; of as many, the later ones.
-        most = max(ranks_with.values(), key=len)
-        for member_ranks in ranks_with.values():
-            if member_ranks is not most:
-                odd_ranks.setdefault(name, set()).update(member_ranks)
+        majority = max(digests.values(), key=len)
+        for equal_ranks in digests.values():
+            if equal_ranks is not majority:
+                odd_ranks.setdefault(name, set()).update(equal_ranks)
     for name, rank_set in odd_ranks.items():
-        member_ranks = sorted(rank_set)
-        yield Finding(_OWN, name, tuple(member_ranks), 1.0, meaning="differs between replicas")
+        yield _initial_value(name, rank_set, "differs between replicas")
 
 
 def _parts_that_are_equal(ranks: Sequence[Computed]) -> Iterator[Finding]:
@@ -218,28 +247,34 @@ def _parts_that_are_equal(ranks: Sequence[Computed]) -> Iterator[Finding]:
     Example: with one seed for all tp ranks, a weight has two equal halves. Experts count as parts
     of one tensor, ``weight[0]`` and ``weight[1]``.
     """
-    places_with: dict[tuple[str, str], set[Place]] = {}
-    ranks_with: dict[tuple[str, str], set[int]] = {}
+    places: dict[tuple[str, str], set[Place]] = {}
+    holders: dict[tuple[str, str], set[int]] = {}
     for rank, computed in enumerate(ranks):
         for place, value in computed.own_initial.items():
-            if value.is_drawn:
-                tensor_name = place[0].partition("[")[0]
-                key = (tensor_name, value.digest)
-                places_with.setdefault(key, set()).add(place)
-                ranks_with.setdefault(key, set()).add(rank)
-    for (tensor_name, digest), places in places_with.items():
-        if len(places) > 1:
-            member_ranks = sorted(ranks_with[tensor_name, digest])
-            yield Finding(
-                _OWN, tensor_name, tuple(member_ranks), 1.0, meaning="is the same in two parts"
-            )
+            if not value.is_drawn:
+                continue
+            name, _ = place
+            tensor_name, _, _ = name.partition("[")
+            key = (tensor_name, value.digest)
+            places.setdefault(key, set()).add(place)
+            holders.setdefault(key, set()).add(rank)
+    for key, equal_places in places.items():
+        if len(equal_places) > 1:
+            tensor_name, _ = key
+            yield _initial_value(tensor_name, holders[key], "is the same in two parts")
+
+
+def _initial_value(name: str, ranks: set[int], meaning: str) -> Finding:
+    return Finding(_OWN, name, tuple(sorted(ranks)), 1.0, meaning=meaning)
 
 
 def same_results(first: Computed, second: Computed) -> bool:
     """Whether two runs have the same parameters, losses and gradient norms, to the last bit."""
     first_names = {piece.name for piece in first.gradients}
     second_names = {piece.name for piece in second.gradients}
-    if (first_names, first.losses, first.norm) != (second_names, second.losses, second.norm):
+    if first_names != second_names:
+        return False
+    if first.losses != second.losses or first.norm != second.norm:
         return False
     if first.next_step is None or second.next_step is None:
         return True
@@ -251,24 +286,23 @@ def unmoved(computed: Computed) -> set[str]:
 
     Weight decay alone changes each weight by the same factor.
     """
-    updates = {}
-    for piece in computed.updates:
-        updates[piece.place] = piece.value.double()
-    all_weights = {}
-    for piece in computed.initial:
-        all_weights[piece.place] = piece.value.double()
+    updates = {piece.place: piece.value.double() for piece in computed.updates}
+    all_weights = {piece.place: piece.value.double() for piece in computed.initial}
     names = set()
     for gradient in computed.gradients:
         weights = all_weights[gradient.place]
         update = updates[gradient.place]
         size = float(weights.norm())
+        gradient_size = float(gradient.value.norm())
         # float32 would lose the change that a smaller gradient makes.
-        if not float(gradient.value.norm()) > _RESOLVED * size:
+        if not gradient_size > _RESOLVED * size:
             continue
         decay = 0.0
-        if weights.numel() > 1:
+        # A single weight is a multiple of any other, and weights of size 0 have no decay.
+        if weights.numel() > 1 and size > 0:
             decay = float((update * weights).sum()) / size**2
-        if float((update - decay * weights).norm()) < _RESOLVED / 10 * size:
+        change = float((update - decay * weights).norm())
+        if change <= _RESOLVED / 10 * size:
             names.add(gradient.name)
     return names
 
@@ -281,36 +315,42 @@ def _whole_model(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Fi
         for piece in computed.gradients:
             parts[piece.place] = piece.value
         even_squares |= computed.even_squares
+    right_norm = _norm(parts.values())
     norms = [computed.norm for computed in ranks]
-    yield from _gradient_norm("gradient norm", _norm(parts.values()), norms, reference)
+    yield from _gradient_norm("gradient norm", right_norm, norms, reference.tolerance)
     if even_squares:
-        even_norms = [computed.even_norm for computed in ranks]
-        yield from _gradient_norm(_EVEN, sum(even_squares.values()) ** 0.5, even_norms, reference)
+        right_norm = sum(even_squares.values()) ** 0.5
+        norms = [computed.even_norm for computed in ranks]
+        yield from _gradient_norm(_EVEN, right_norm, norms, reference.tolerance)
     yield from _sums_over_ranks("loss", "total", reference, ranks)
     yield from _sums_over_ranks("tokens", "tokens", reference, ranks)
 
 
 def _gradient_norm(
-    what: str, right: float, norms: Sequence[float], reference: Reference
+    quantity: str, right: float, norms: Sequence[float], tolerance: float
 ) -> Iterator[Finding]:
     wrong = {}
     for rank, norm in enumerate(norms):
+        error = abs(norm - right)
         # A norm that is no number is wrong too.
-        if not abs(norm - right) <= reference.tolerance * abs(right):
+        if not error <= tolerance * right:
             wrong[rank] = norm
     if not wrong:
         return
     worst = max(wrong.values(), key=lambda norm: abs(norm - right))
+    if right == 0:
+        yield Finding(quantity, "", tuple(wrong), abs(worst))
+        return
     factor = None
-    is_same_everywhere = len({f"{norm:.5g}" for norm in wrong.values()}) == 1
-    if is_same_everywhere and right:
+    different_norms = {f"{norm:.5g}" for norm in wrong.values()}
+    if len(different_norms) == 1:
         factor = worst / right
-    error = abs(worst - right) / abs(right or 1)
-    yield Finding(what, "", tuple(wrong), error, factor)
+    error = abs(worst - right) / right
+    yield Finding(quantity, "", tuple(wrong), error, factor)
 
 
 def _sums_over_ranks(
-    what: str, field_name: str, reference: Reference, ranks: Sequence[Computed]
+    quantity: str, field_name: str, reference: Reference, ranks: Sequence[Computed]
 ) -> Iterator[Finding]:
     """The loss, or the number of tokens, of each micro batch: the sum over cp ranks."""
     right_sums = {}
@@ -318,8 +358,10 @@ def _sums_over_ranks(
         right_sums[loss.micro_batch] = getattr(loss, field_name)
     sums = dict.fromkeys(right_sums, 0.0)
     parts: dict[tuple[int, int], float] = {}
-    wrong_ranks = set()
+    last_stage_ranks = []
+    wrong_ranks = []
     for rank, computed in enumerate(ranks):
+        is_wrong = False
         for loss in computed.losses:
             value = getattr(loss, field_name)
             place = (loss.micro_batch, loss.cp_rank)
@@ -328,25 +370,32 @@ def _sums_over_ranks(
                 sums[loss.micro_batch] += value
             # Tensor-parallel ranks have the same part.
             elif abs(parts[place] - value) > reference.tolerance * max(abs(value), _TINY):
-                wrong_ranks.add(rank)
-    total = sum(sums.values())
-    right_total = sum(right_sums.values())
-    factor = None
+                is_wrong = True
+        if computed.losses:
+            last_stage_ranks.append(rank)
+        if is_wrong:
+            wrong_ranks.append(rank)
+    is_sum_wrong = False
     for number, right in right_sums.items():
         if abs(sums[number] - right) > reference.tolerance * abs(right):
-            factor = total / (right_total or _TINY)
-    if factor is None and not wrong_ranks:
+            is_sum_wrong = True
+    if not is_sum_wrong and not wrong_ranks:
         return
-    if not wrong_ranks:
-        wrong_ranks = {rank for rank, computed in enumerate(ranks) if computed.losses}
+    total = sum(sums.values())
+    right_total = sum(right_sums.values())
     error = abs(total - right_total) / max(abs(right_total), _TINY)
-    yield Finding(what, "", tuple(sorted(wrong_ranks)), error, factor)
+    factor = None
+    if is_sum_wrong:
+        factor = total / (right_total or _TINY)
+    yield Finding(quantity, "", tuple(wrong_ranks or last_stage_ranks), error, factor)
 
 
 def _parameters(
-    what: str, kind: str, reference: Reference, ranks: Sequence[Computed]
+    quantity: str, reference: Reference, ranks: Sequence[Computed]
 ) -> Iterator[Finding]:
+    kind = KINDS[quantity]
     right_names = reference.whole[kind].keys()
+    # By name and rank; of the pieces that a rank has of one tensor, the worst.
     differences: dict[str, dict[int, _Difference]] = {}
     held_names: set[str] = set()
     for rank, computed in enumerate(ranks):
@@ -359,36 +408,57 @@ def _parameters(
             if difference.error <= reference.limit(kind, piece.name):
                 continue
             by_rank = differences.setdefault(piece.name, {})
-            if rank not in by_rank or difference.error > by_rank[rank].error:
-                by_rank[rank] = difference
+            worst = by_rank.get(rank, difference)
+            by_rank[rank] = max(worst, difference, key=_error)
     for name, by_rank in differences.items():
-        worst = max(by_rank.values(), key=lambda difference: difference.error)
-        is_common = all(difference.has(worst.factor) for difference in by_rank.values())
-        factor = worst.factor if is_common else None
-        yield Finding(what, name, tuple(sorted(by_rank)), worst.error, factor)
+        worst = max(by_rank.values(), key=_error)
+        factor = worst.factor
+        for difference in by_rank.values():
+            if not difference.has(worst.factor):
+                factor = None
+        yield Finding(quantity, name, tuple(sorted(by_rank)), worst.error, factor)
     all_ranks = tuple(range(len(ranks)))
     for name in right_names - held_names:
-        yield Finding(what, name, all_ranks, 1.0, 0.0, "no rank has it")
+        yield Finding(quantity, name, all_ranks, 1.0, 0.0, "no rank has it")
+
+
+def _error(difference: _Difference) -> float:
+    return difference.error
 
 
 def _with_meaning(finding: Finding, layout: Layout) -> Finding:
     """The finding with the dims whose size is its factor: 2 under tp=2 is "the size of tp"."""
     if finding.factor is None or finding.factor <= 0 or finding.meaning:
         return finding
-    sizes = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp", "ep")}
-    sizes["etp"] = layout.etp or 1
-    sizes[INSTANCES] = layout.options.get(INSTANCES, 1)
-    larger = [name for name, size in sizes.items() if size > 1]
-    for names, inverse_names in (("{}", "1/{}"), ("{} x {}", "1/({} x {})")):
+    sizes = {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "ep": layout.ep,
+        "etp": layout.etp or 1,
+        INSTANCES: layout.options.get(INSTANCES, 1),
+    }
+    larger_dims = [name for name, size in sizes.items() if size > 1]
+    for number in (1, 2):
         meanings = []
-        for dims in combinations(larger, names.count("{}")):
+        for dims in combinations(larger_dims, number):
             size = prod(sizes[name] for name in dims)
-            for meaning, value in ((names, size), (inverse_names, 1 / size)):
-                if abs(finding.factor / value - 1) < _SAME_FACTOR:
-                    meanings.append(meaning.format(*dims))
+            product = " x ".join(dims)
+            if _are_near(finding.factor, size):
+                meanings.append(product)
+            if number == 2:
+                product = f"({product})"
+            if _are_near(finding.factor, 1 / size):
+                meanings.append(f"1/{product}")
         if meanings:
             return replace(finding, meaning=f"the size of {' or '.join(meanings)}")
     return finding
+
+
+def _are_near(factor: float, right: float) -> bool:
+    # Both may be 0: nothing is divided by them.
+    return abs(factor - right) <= _SAME_FACTOR * abs(right)
 
 
 def describe(differing: Sequence[Finding]) -> list[str]:
@@ -398,18 +468,15 @@ def describe(differing: Sequence[Finding]) -> list[str]:
         factor = "none"
         if finding.factor is not None:
             factor = f"{finding.factor:.3g}"
-        key = (finding.what, finding.ranks, factor, finding.meaning)
+        key = (finding.quantity, finding.ranks, factor, finding.meaning)
         alike.setdefault(key, []).append(finding)
     lines = []
     for group in alike.values():
         worst = max(group, key=lambda finding: finding.error)
-        line = str(worst)
-        more = ""
+        names = group[0].name
         if len(group) == 2:
-            more = f", {group[1].name}"
+            names += f", {group[1].name}"
         elif len(group) > 2:
-            more = f" and {len(group) - 1} more"
-        if more:
-            line = line.replace(worst.name, group[0].name + more, 1)
-        lines.append(line)
+            names += f" and {len(group) - 1} more"
+        lines.append(str(replace(worst, name=names)))
     return lines

@@ -15,6 +15,7 @@ SIZES = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
+DIMS = ("tp", "cp", "pp", "dp", "vp", "ep", "etp")
 _OF_TP = ("sequence_parallel",)  # megatron-core refuses these without tensor parallelism
 # Megatron-FSDP, by both of its names, and FSDP2: plain data parallelism would run instead.
 FULLY_SHARDED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
@@ -63,26 +64,29 @@ class Layout:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "dp", "vp", "ep", "etp"):
+        for name in DIMS:
             size = getattr(self, name)
-            optional = name in ("vp", "etp")
-            if not ((size is None and optional) or (type(size) is int and size >= 1)):
+            if size is None and name in ("vp", "etp"):
+                continue
+            # bool is a kind of int.
+            if type(size) is not int or size < 1:
                 raise ValueError(f"{name} must be a positive integer, got {size!r}, in {self}.")
         if self.vp is not None and self.pp == 1:
             raise ValueError(f"vp={self.vp} needs a pipeline of several ranks, in {self}.")
+        stage_size = self.tp * self.cp * self.dp
         per_expert = self.ep * (self.etp or self.tp)
-        if (self.tp * self.cp * self.dp) % per_expert:
+        if stage_size % per_expert:
             raise ValueError(
-                f"ep x etp = {per_expert} does not divide tp x cp x dp = "
-                f"{self.tp * self.cp * self.dp}, in {self}."
+                f"ep x etp = {per_expert} does not divide tp x cp x dp = {stage_size}, in {self}."
             )
 
     def __str__(self) -> str:
         words = []
-        for name in ("tp", "cp", "pp", "dp", "vp", "ep", "etp"):
+        for name in DIMS:
             size = getattr(self, name)
             # etp=1 says something where tp is larger.
-            if size not in (None, 1) or (name == "etp" and size == 1 < self.tp):
+            is_said = name == "etp" and self.tp > 1
+            if size is not None and (size > 1 or is_said):
                 words.append(f"{name}={size}")
         if self.order != Layout.order:
             words.append(f"order={self.order}")
@@ -90,7 +94,8 @@ class Layout:
             if value is True:
                 words.append(name)
             else:
-                words.append(f"{name}={getattr(value, '__name__', value)}")
+                text = getattr(value, "__name__", value)
+                words.append(f"{name}={text}")
         return " ".join(words) or "one rank"
 
     def __hash__(self) -> int:
@@ -112,7 +117,11 @@ class Layout:
     def fields_of(self, configuration: type) -> dict[str, Any]:
         """Options that are fields of one of megatron-core's configurations."""
         field_names = configuration.__dataclass_fields__  # type: ignore[attr-defined]
-        return {name: value for name, value in self.options.items() if name in field_names}
+        fields = {}
+        for name, value in self.options.items():
+            if name in field_names:
+                fields[name] = value
+        return fields
 
     def alone(self) -> Layout:
         """One rank that computes the same."""
@@ -120,7 +129,9 @@ class Layout:
 
     def without(self, *names: str) -> Layout:
         """The layout without some options."""
-        kept = {name: value for name, value in self.options.items() if name not in names}
+        kept = dict(self.options)
+        for name in names:
+            kept.pop(name, None)
         return replace(self, options=kept)
 
     def smaller(self) -> Iterator[tuple[str, Layout]]:
@@ -139,22 +150,23 @@ class Layout:
             yield name, layout
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        dims = []
-        for name in ("dp", "pp", "cp", "ep", "tp"):
-            if getattr(self, name) > 1:
-                dims.append(name)
+        dims = ("dp", "pp", "cp", "ep", "tp")
         for name in dims:
+            size = getattr(self, name)
             change: dict[str, Any] = {name: 1}
             if name == "pp":
                 change["vp"] = None
-            yield f"{name}={getattr(self, name)}", change
+            if size > 1:
+                yield f"{name}={size}", change
         for name in dims:
             if getattr(self, name) > 2:
                 yield f"{name} > 2", {name: 2}
         for name in ("vp", "etp"):
-            if getattr(self, name) is not None:
-                yield f"{name}={getattr(self, name)}", {name: None}
+            size = getattr(self, name)
+            if size is not None:
+                yield f"{name}={size}", {name: None}
         if self.order != Layout.order:
             yield f"order={self.order}", {"order": Layout.order}
+        # False comes before True: the loss per token is the last.
         for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
             yield name, {"options": self.without(name).options}

@@ -104,10 +104,14 @@ class Task:
     def shape(self) -> tuple[int, int]:
         """Samples of a micro batch and their length, of its first tensor with two dims."""
         for value in self.batch[0].values():
-            if torch.is_tensor(value) and value.dim() > 1:
+            if _has_length(value):
                 samples, length = value.shape[:2]
                 return samples, self.seq_length or length
         raise ValueError("a micro batch has no tensor of shape (samples, length, ...)")
+
+
+def _has_length(value: Any) -> bool:
+    return torch.is_tensor(value) and value.dim() > 1
 
 
 @dataclass(frozen=True)
@@ -246,13 +250,10 @@ def _step(
         forward_only=False,
     )
     _gather_sharded(model)
-    gradients = {}
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            gradients[parameter] = getattr(parameter, "main_grad", None)
-    with _holding(gradients):
+    with _holding(_gradients(chunks)):
         computed.gradients = _pieces(chunks)
-    computed.norm = float(optimizer.step()[1])
+    _, norm, _ = optimizer.step()
+    computed.norm = float(norm)
     for wrapped in model:
         # With overlap, parameters are gathered in the next forward pass.
         if wrapped.ddp_config.overlap_param_gather:
@@ -269,17 +270,26 @@ def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any)
 
     In the norm of a step, a small parameter that is left out or counted twice would not be seen.
     """
+    gradients = _gradients(chunks)
+    for gradient in gradients.values():
+        if gradient is not None:
+            gradient.fill_(gradient.numel() ** -0.5)
+    with _holding(gradients):
+        pieces = _pieces(chunks)
+    for piece in pieces:
+        size = float(piece.value.norm())
+        computed.even_squares[piece.place] = size**2
+    _, norm, _ = optimizer.step()
+    computed.even_norm = float(norm)
+
+
+def _gradients(chunks: Iterable[Any]) -> dict[Any, torch.Tensor | None]:
+    """The gradient of each parameter, where megatron-core's data parallelism keeps it."""
     gradients = {}
     for chunk in chunks:
         for parameter in chunk.parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            if gradient is not None:
-                gradient.fill_(gradient.numel() ** -0.5)
-            gradients[parameter] = gradient
-    with _holding(gradients):
-        for piece in _pieces(chunks):
-            computed.even_squares[piece.place] = float(piece.value.norm()) ** 2
-    computed.even_norm = float(optimizer.step()[1])
+            gradients[parameter] = getattr(parameter, "main_grad", None)
+    return gradients
 
 
 def _initialize(state: Any, layout: Layout) -> None:
@@ -325,7 +335,8 @@ def _set_weights(
 def _initial_values(chunks: Sequence[Any]) -> dict[Place, InitialValue]:
     values = {}
     for piece in _pieces(chunks):
-        digest = hashlib.sha256(piece.value.contiguous().numpy().tobytes()).hexdigest()
+        content = piece.value.contiguous().numpy().tobytes()
+        digest = hashlib.sha256(content).hexdigest()
         is_drawn = bool(piece.value.min() < piece.value.max())
         values[piece.place] = InitialValue(digest, is_drawn)
     return values
@@ -333,13 +344,17 @@ def _initial_values(chunks: Sequence[Any]) -> dict[Place, InitialValue]:
 
 def whole_tensors(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
     """One rank's tensors; the two halves of a gated layer's first weight are pieces of one."""
-    ends: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for piece in pieces:
-        end = tuple(stop for _, stop in piece.where)
-        ends[piece.name] = tuple(map(max, end, ends.get(piece.name, end)))
-    whole = {name: torch.zeros(end) for name, end in ends.items()}
+        ends = tuple(end for _, end in piece.where)
+        shape = shapes.get(piece.name, ends)
+        shapes[piece.name] = tuple(map(max, ends, shape))
+    whole = {}
+    for name, shape in shapes.items():
+        whole[name] = torch.zeros(shape)
     for piece in pieces:
-        whole[piece.name][piece.slices] = piece.value.to(torch.float32)
+        tensor = whole[piece.name]
+        tensor[piece.slices] = piece.value.to(torch.float32)
     return whole
 
 
@@ -385,15 +400,18 @@ def _plant_faults(chunks: Iterable[Any], computed: Computed, state: Any) -> None
     for chunk in chunks:
         names_in: dict[int, set[str]] = {}
         for piece in _shards(chunk):
-            names_in.setdefault(_storage(piece.value), set()).add(piece.name)
+            storage = _storage(piece.value)
+            names_in.setdefault(storage, set()).add(piece.name)
         for parameter in chunk.parameters():
             ranks = (tensor_rank, data_rank)
             # megatron-core's mark of a parameter that the expert-parallel layout reduces.
             if not getattr(parameter, "allreduce", True):
                 ranks = (expert_tensor_rank, expert_data_rank)
+            if ranks != (0, 0):
+                continue
             names = names_in.get(_storage(parameter), set())
-            if ranks == (0, 0):
-                parameter.register_hook(partial(_scaled, names, computed.planted))
+            hook = partial(_scaled, names, computed.planted)
+            parameter.register_hook(hook)
 
 
 def _scaled(names: set[str], planted: set[str], gradient: torch.Tensor) -> torch.Tensor:
@@ -405,7 +423,8 @@ def _scaled(names: set[str], planted: set[str], gradient: torch.Tensor) -> torch
 
 def _own_micro_batches(task: Task, layout: Layout, state: Any, backwards: bool) -> list[int]:
     """Numbers of the micro batches of this data-parallel rank: whole ones, in turn."""
-    numbers = list(range(state.get_data_parallel_rank(), len(task.batch), layout.dp))
+    dp_rank = state.get_data_parallel_rank()
+    numbers = list(range(dp_rank, len(task.batch), layout.dp))
     if backwards:
         numbers.reverse()
     return numbers
@@ -427,7 +446,12 @@ def _forward_step(
 
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
             total, tokens, *report = loss(output)
-            result = MicroBatchLoss(number, cp_rank, total.item(), tokens.item())
+            result = MicroBatchLoss(
+                micro_batch=number,
+                cp_rank=cp_rank,
+                total=total.item(),
+                tokens=tokens.item(),
+            )
             computed.losses.append(result)
             return total, tokens.to(torch.int), *report
 
@@ -452,7 +476,9 @@ def _forward(
 
 
 def _loss(task: Task, part: MicroBatch, output: torch.Tensor) -> tuple[Any, ...]:
-    return *(task.loss or masked_sum)(output, part), {}
+    loss = task.loss or masked_sum
+    total, tokens = loss(output, part)
+    return total, tokens, {}
 
 
 def masked_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -461,15 +487,17 @@ def masked_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, t
     if mask is None:
         mask = torch.ones_like(output)
     mask = mask.to(output.dtype)
-    return (output.float() * mask).sum(), mask.sum()
+    losses = output.float() * mask
+    return losses.sum(), mask.sum()
 
 
 def _of_cp_rank(value: Any, rank: int, size: int) -> Any:
     """This rank's two chunks of the sequence, which is the second dim of each tensor."""
-    if size == 1 or not torch.is_tensor(value) or value.dim() < 2:
+    if size == 1 or not _has_length(value):
         return value
     chunks = value.chunk(2 * size, dim=1)
-    return torch.cat([chunks[index] for index in chunks_held(rank, size)], dim=1)
+    early, late = chunks_held(rank, size)
+    return torch.cat([chunks[early], chunks[late]], dim=1)
 
 
 def _gather_sharded(model: Iterable[Any]) -> None:
@@ -512,7 +540,8 @@ def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
     for piece in _shards(chunk):
         if piece.name not in whole:
             raise ValueError(f"{piece.name} of this layout's model is not in that of one rank")
-        piece.value.copy_(whole[piece.name][piece.slices])
+        tensor = whole[piece.name]
+        piece.value.copy_(tensor[piece.slices])
 
 
 def _shards(chunk: Any, of_buffers: bool = False) -> Iterator[Piece]:
@@ -527,19 +556,30 @@ def _walk(node: Any, storages: set[int]) -> Iterator[Piece]:
     if hasattr(node, "build_fn"):  # one parameter that is stored as several tensors
         node = node.build()
     if isinstance(node, Mapping):
-        node = tuple(node.values())
+        node = list(node.values())
     if isinstance(node, list | tuple):
         for child in node:
             yield from _walk(child, storages)
     elif hasattr(node, "global_offset") and _storage(node.data) in storages:
-        prepended = node.prepend_axis_num
-        number = "".join(f"[{offset}]" for offset in node.global_offset[:prepended])
-        starts = node.global_offset[prepended:]
-        where = []
-        for start, size in zip(starts, node.local_shape, strict=True):
-            where.append((start, start + size))
-        yield Piece(node.key + number, tuple(where), node.data)
+        yield _piece(node)
+
+
+def _piece(shard: Any) -> Piece:
+    """The piece of a ShardedTensor. Axes before the tensor's own number layers or experts.
+
+    Example: an offset of (3, 16, 0) with one such axis is the part from 16 on of ``name[3]``.
+    """
+    name = shard.key
+    for offset in shard.global_offset[: shard.prepend_axis_num]:
+        name += f"[{offset}]"
+    starts = shard.global_offset[shard.prepend_axis_num :]
+    where = []
+    for start, size in zip(starts, shard.local_shape, strict=True):
+        where.append((start, start + size))
+    return Piece(name, tuple(where), shard.data)
 
 
 def _storage(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
+    if tensor is None:
+        return 0
+    return tensor.untyped_storage().data_ptr()

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from math import prod
 from typing import Any, NamedTuple
 
 from compat.megatron.request import Request
 from compat.megatron.rows import PlannedRows
-from compat.verification.layout import INSTANCES, SIZES, Layout
+from compat.verification.layout import DIMS, INSTANCES, SIZES, Layout
 from compat.verification.ranks import MAX_RANKS
 from hypergrid.messages import few
 
-DIMS = ("tp", "cp", "pp", "dp", "vp", "ep", "etp")
 _MANY = 3  # members that stand for any larger number; of stages: a first, a middle and a last
 # Products of the sizes 1, 2 and 3, and the powers of two, as far as ranks reach.
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16)
@@ -46,11 +44,13 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
         A name in ``keep`` is no dim, or the kept dims need more than 16 ranks.
     """
     job = _job_sizes(args)
-    unknown = [name for name in keep if name not in DIMS]
-    if unknown:
-        raise ValueError(f"--keep {unknown[0]} is no dim; allowed: {', '.join(DIMS)}.")
+    for name in keep:
+        if name not in DIMS:
+            raise ValueError(f"--keep {name} is no dim; allowed: {', '.join(DIMS)}.")
 
-    order = "tp-cp-ep-pp-dp" if getattr(args, "use_tp_pp_dp_mapping", False) else Layout.order
+    order = Layout.order
+    if getattr(args, "use_tp_pp_dp_mapping", False):
+        order = "tp-cp-ep-pp-dp"
     has_experts = args.num_experts is not None
     try:
         members_in_job = _members(job, has_experts, order)
@@ -62,52 +62,52 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
         differences = list(_differences(members_in_job, members, job, sizes))
         counts = Counter(difference.severity for difference in differences)
         # The fewest of the worst differences; then the fewest ranks, and the least ep.
-        rank = (*map(counts.__getitem__, _SEVERITIES), prod(_dense(sizes)), sizes["ep"])
+        worst_first = [counts[severity] for severity in _SEVERITIES]
+        rank = (*worst_first, _ranks(sizes), sizes["ep"])
         if best is None or rank < best.rank:
             best = _Candidate(rank, sizes, differences)
     if best is None:
         raise ValueError(f"with {' '.join(keep)} kept, no layout has at most {MAX_RANKS} ranks.")
 
-    small = best.sizes
     cut = []
-    for name in (*DIMS, INSTANCES):
-        if job[name] != small[name]:
-            cut.append(f"{name} {job[name]} -> {small[name]}")
+    for name, size in best.sizes.items():
+        if job[name] != size:
+            cut.append(f"{name} {job[name]} -> {size}")
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
         notes.extend(_consequences(best.differences))
+
+    small: dict[str, int | None] = dict(best.sizes)
     options = {}
-    if small[INSTANCES] > 1:
-        options[INSTANCES] = small[INSTANCES]
-    return Layout(
-        tp=small["tp"],
-        cp=small["cp"],
-        pp=small["pp"],
-        dp=small["dp"],
-        vp=small["vp"] if small["vp"] > 1 else None,
-        ep=small["ep"],
-        etp=small["etp"] if small["etp"] != small["tp"] else None,
-        order=order,
-        options=options,
-    )
+    instances = small.pop(INSTANCES)
+    if instances != 1:
+        options[INSTANCES] = instances
+    if small["vp"] == 1:
+        small["vp"] = None
+    if small["etp"] == small["tp"]:
+        small["etp"] = None
+    return Layout(**small, order=order, options=options)  # type: ignore[arg-type]
 
 
 def _job_sizes(args: Any) -> dict[str, int]:
     sizes = {}
     for short, name in SIZES.items():
         sizes[short] = getattr(args, name, None) or 1
-    sizes["dp"] = args.world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
+    model_size = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    sizes["dp"] = args.world_size // model_size
     sizes[INSTANCES] = getattr(args, INSTANCES, None) or 1
-    # Without experts nobody uses the expert groups, and etp is tp unless given.
+    # etp is tp unless given.
+    if not getattr(args, SIZES["etp"], None):
+        sizes["etp"] = sizes["tp"]
+    # Without experts nobody uses the expert groups.
     if args.num_experts is None:
         sizes["ep"] = 1
-    if args.num_experts is None or not getattr(args, SIZES["etp"], None):
         sizes["etp"] = sizes["tp"]
     return sizes
 
 
-def _dense(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return sizes["tp"], sizes["cp"], sizes["pp"], sizes["dp"]
+def _ranks(sizes: Mapping[str, int]) -> int:
+    return sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
 
 
 def _candidates(
@@ -122,36 +122,43 @@ def _candidates(
             choices[name] = [min(size, _MANY)]
         else:
             choices[name] = [small for small in _SMALL_SIZES if small <= size]
-    for dense in product(*(choices[name] for name in ("tp", "cp", "pp", "dp"))):
-        if prod(dense) > MAX_RANKS:
+    for tp, cp, pp, dp in product(choices["tp"], choices["cp"], choices["pp"], choices["dp"]):
+        dense = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "vp": 1}
+        # Most combinations have too many ranks: their experts are not tried.
+        if _ranks(dense) > MAX_RANKS:
             continue
-        tp, cp, pp, dp = dense
+        if pp > 1:
+            dense["vp"] = choices["vp"][0]
         expert_tensor_sizes = choices["etp"]
         if job["etp"] == job["tp"]:
             # A job whose experts are split as its dense layers keeps that.
             expert_tensor_sizes = [tp]
         for ep, etp, instances in product(choices["ep"], expert_tensor_sizes, choices[INSTANCES]):
-            expert_data_size, rest = divmod(tp * cp * dp, ep * etp)
-            dense_fits = dp * cp % instances == 0
-            expert_fits = rest == 0 and (not has_experts or expert_data_size % instances == 0)
-            if dense_fits and expert_fits:
-                sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
-                sizes["vp"] = choices["vp"][0] if pp > 1 else 1
-                sizes[INSTANCES] = instances
+            sizes = {**dense, "ep": ep, "etp": etp, INSTANCES: instances}
+            if _exists(sizes, has_experts):
                 yield sizes
+
+
+def _exists(sizes: Mapping[str, int], has_experts: bool) -> bool:
+    """Whether experts and optimizer instances divide the ranks of a stage evenly."""
+    data_size = sizes["cp"] * sizes["dp"]
+    expert_data_size, rest = divmod(sizes["tp"] * data_size, sizes["ep"] * sizes["etp"])
+    instances = sizes[INSTANCES]
+    if rest or data_size % instances:
+        return False
+    return not has_experts or expert_data_size % instances == 0
 
 
 def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[str, int]:
     """How many members each group of rank 0 has in the plan, by the group's dims."""
-    dims: dict[str, Any] = {}
-    for short, name in SIZES.items():
-        if short != "vp":
-            dims[name] = sizes[short]
+    dims: dict[str, Any] = {name: sizes[short] for short, name in SIZES.items()}
+    # Chunks of a pipeline have no groups of their own.
+    del dims[SIZES["vp"]]
     request = Request(
         **dims,
         num_distributed_optimizer_instances=sizes[INSTANCES],
         order=order,
-        job_size=prod(_dense(sizes)),
+        job_size=_ranks(sizes),
         create_gloo_process_groups=False,
     )
     members = {}
@@ -159,14 +166,16 @@ def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[st
         is_expert = row.layout.startswith("expert")
         if is_expert and not has_experts:
             continue
-        name = "-".join(dim for dim in row.dims if dim != "gtp_remat")
+        # The groups of the pipeline's ends have the same dims as the pipeline.
+        if row.pick != "all":
+            continue
+        dim_names = [dim for dim in row.dims if dim != "gtp_remat"]
         if is_expert:
-            name = f"expert-{name}"
+            dim_names.insert(0, "expert")
+        name = "-".join(dim_names)
         if row.chunk is not None:
             name += " of an optimizer instance"
-        # The groups of the pipeline's ends have the same dims as the pipeline.
-        if row.pick == "all":
-            members[name] = len(ranks)
+        members[name] = len(ranks)
     return members
 
 
@@ -180,10 +189,14 @@ def _differences(
     for name, size in job.items():
         small_size = small.get(name, 1)
         if small_size == 1 < size:
-            kind = "messages" if name == "pp" else "reductions"
-            yield _Difference(_ALONE, f"{name} has one member: its {kind} are not verified")
+            traffic = "reductions"
+            if name == "pp":
+                traffic = "messages"
+            sentence = f"{name} has one member: its {traffic} are not verified"
+            yield _Difference(_ALONE, sentence)
         elif size == 1 < small_size:
-            yield _Difference(_JOINED, f"{name} has {small_size} members, and one in the job")
+            sentence = f"{name} has {small_size} members, and one in the job"
+            yield _Difference(_JOINED, sentence)
         elif small_size == 2 < size:
             yield _Difference(_OTHER_SIZE, name)
         elif size == 2 < small_size:

@@ -9,6 +9,7 @@ import argparse
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,11 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("*log*", "*timing*", "*print*", "*wandb*", "*tensorboard*"), _SERVICES),
     **dict.fromkeys(("*fsdp*", "*hsdp*", "*data-parallel-sharding*"), "its code needs CUDA"),
 }
+
+
+def outcomes(checkout: Path, only: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """The outcome of each flag of a checkout's parser, or of some, and the flag's group."""
+    return in_checkout(partial(_outcomes, tuple(only)), checkout)
 
 
 def flags_of(checkout: Path) -> list[str]:

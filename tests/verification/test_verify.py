@@ -171,7 +171,7 @@ BEYOND_ONE_STEP = {
 def test_initial_values_of_replicas_and_buffers_are_compared(name):
     build, layout = BEYOND_ONE_STEP[name]
     (report,) = compat.verify(build, uneven_batch(4), layout, smallest=False)
-    assert name in {f"{finding.what} {finding.name}" for finding in report.findings}, str(report)
+    assert name in {f"{finding.quantity} {finding.name}" for finding in report.findings}, str(report)
 
 
 def test_a_fault_of_the_second_step_is_seen():
@@ -212,17 +212,17 @@ def _of_mutants():
 def test_a_fault_in_megatron_core_is_found_where_it_is(name):
     report = _of_mutants()[name]
     assert not report.refused, report.trace
-    found = [f"{each.what} {each.name}" for each in report.findings]
+    found = [f"{each.quantity} {each.name}" for each in report.findings]
     assert any(MUTANTS[name].found in each for each in found), str(report)
 
 
 def test_a_constant_factor_has_its_reason_and_a_wrong_replica_its_rank():
     twice = _of_mutants()["gradients are scaled by cp"].findings
-    assert {(each.what, round(each.factor), each.meaning) for each in twice} == {
+    assert {(each.quantity, round(each.factor), each.meaning) for each in twice} == {
         ("gradient", 2, "the size of cp")
     }
     odd = _of_mutants()["gradients of one replica alone are off by a hundredth"]
-    assert {each.ranks for each in odd.findings if each.what == "gradient"} == {(3,)}
+    assert {each.ranks for each in odd.findings if each.quantity == "gradient"} == {(3,)}
 
 
 def test_the_smallest_layout_and_the_flag_without_which_it_is_right():
@@ -342,7 +342,7 @@ def test_a_small_parameter_that_the_norm_leaves_out_is_seen():
         "the norm leaves out the offsets of a learnable softmax on tp ranks but the first"
     ]
     (report,) = compat.verify(small_gpt, uneven_batch(4), fault.layout, smallest=False)
-    names = {finding.what for finding in report.findings}
+    names = {finding.quantity for finding in report.findings}
     # The ranks also draw the same offsets for different heads.
     assert names == {"gradient norm of equal gradients", "initial value"}
 
