@@ -20,6 +20,8 @@ BY_HAND = "give compat.verify a function that builds the model."
 # Arguments that need Transformer Engine or a GPU, and what is parsed instead.
 INSTEAD: dict[str, Any] = {
     "apply_rope_fusion": False,
+    "defer_embedding_wgrad_compute": False,
+    "fine_grained_activation_offloading": False,
     "fp4": None,
     "fp8": None,
     "fp8_param_gather": False,

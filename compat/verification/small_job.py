@@ -55,6 +55,11 @@ FIELD_OF = {
     "overlap_param_gather": "overlap_param_gather",
     "use_distributed_optimizer": "use_distributed_optimizer",
 }
+# The embedding on the first stage, or the loss on the last, counts as a layer.
+_IN_PLACE_OF_LAYERS = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 _BUCKET_SIZE = 10_000  # parameters: several buckets for each small chunk
 
 
@@ -132,13 +137,19 @@ def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
     config = args.config
     heads = 4 * layout.tp
     groups = getattr(config, "num_query_groups", None)
-    has_groups = groups not in (None, config.num_attention_heads)
+    query_groups = None
+    if groups not in (None, config.num_attention_heads):
+        query_groups = 2 * layout.tp
+    # Two layers on each stage, and one in each chunk of an interleaved pipeline.
+    num_layers = layout.pp * (layout.vp or 2)
+    for name in _IN_PLACE_OF_LAYERS:
+        if layout.pp > 1 and getattr(config, name, False):
+            num_layers -= 1
     return {
-        # Two layers on each stage, and one in each chunk of an interleaved pipeline.
-        "num_layers": layout.pp * (layout.vp or 2),
+        "num_layers": num_layers,
         "hidden_size": heads * _HEAD,
         "num_attention_heads": heads,
-        "num_query_groups": 2 * layout.tp if has_groups else None,
+        "num_query_groups": query_groups,
     }
 
 

@@ -103,6 +103,9 @@ def _job_sizes(args: Any) -> dict[str, int]:
     if args.num_experts is None:
         sizes["ep"] = 1
         sizes["etp"] = sizes["tp"]
+        # With dp after pp, megatron-core asks for equal data-parallel sizes even so.
+        if getattr(args, "use_tp_pp_dp_mapping", False):
+            sizes["etp"] = sizes["tp"] * sizes["cp"]
     return sizes
 
 
@@ -133,6 +136,8 @@ def _candidates(
         if job["etp"] == job["tp"]:
             # A job whose experts are split as its dense layers keeps that.
             expert_tensor_sizes = [tp]
+        elif not has_experts:
+            expert_tensor_sizes = [tp * cp]
         for ep, etp, instances in product(choices["ep"], expert_tensor_sizes, choices[INSTANCES]):
             sizes = {**dense, "ep": ep, "etp": etp, INSTANCES: instances}
             if _exists(sizes, has_experts):

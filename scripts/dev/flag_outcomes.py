@@ -82,6 +82,7 @@ REASONS: dict[str, str] = {
     "--decoder-num-layers": "another name of --num-layers, which has a stand-in",
     "--apply-residual-connection-post-layernorm": "no layer of megatron-core reads it",
     "--openai-gelu": "a kernel of the same function",
+    "--apply-query-key-layer-scaling": "scores are divided by a number, and multiplied by it again",
     "--no-check-for-nan-in-loss-and-grad": "a check, which does not run",
     **dict.fromkeys(
         ("--check-*", "--result-rejected*", "--gpu-sniff*"), "a check while a job runs"

@@ -171,7 +171,8 @@ BEYOND_ONE_STEP = {
 def test_initial_values_of_replicas_and_buffers_are_compared(name):
     build, layout = BEYOND_ONE_STEP[name]
     (report,) = compat.verify(build, uneven_batch(4), layout, smallest=False)
-    assert name in {f"{finding.quantity} {finding.name}" for finding in report.findings}, str(report)
+    names = {f"{finding.quantity} {finding.name}" for finding in report.findings}
+    assert name in names, str(report)
 
 
 def test_a_fault_of_the_second_step_is_seen():
@@ -394,6 +395,9 @@ def test_a_small_layout_keeps_which_groups_have_one_two_or_more_members():
     # Two instances instead of four, each with three members of expert-dp.
     assert layout == Layout(dp=12, ep=2, options={"num_distributed_optimizer_instances": 2})
     assert _small(512, tp=8, pp=4, vp=5)[0] == Layout(tp=2, pp=3, dp=2, vp=3)
+    # With dp after pp, a job without experts has equal data-parallel sizes by its etp.
+    layout, _ = _small(8, tp=2, cp=2, pp=2, etp=4, use_tp_pp_dp_mapping=True)
+    assert layout == Layout(tp=2, cp=2, pp=2, etp=4, order="tp-cp-ep-pp-dp")
 
 
 def test_what_a_small_layout_could_not_keep_is_said_as_a_consequence():
