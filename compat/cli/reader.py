@@ -150,7 +150,9 @@ class Reader:
         is_open = any(word.is_open for word in values)
         has_sizes = row.meaning == "refused"
         if row.meaning == "unless":
-            has_sizes = is_unknown or re.search(row.kind, text) is not None
+            has_sizes = re.search(row.kind, text) is not None
+            for word in values:
+                self.lacks(word, flag)
         if has_sizes:
             raise _may_hold_sizes(option)
         is_of_model = row.kind == "model"
