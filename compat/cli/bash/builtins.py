@@ -16,12 +16,16 @@ Builtin: TypeAlias = Callable[[Script, list[str]], Status]
 # They change no variable of the script.
 _HARMLESS = names_in(
     ": true false pwd umask ulimit jobs fg bg disown times type help history caller "
-    "compgen complete compopt bind suspend logout cd pushd popd dirs alias unalias echo"
+    "compgen complete compopt bind suspend logout cd pushd popd dirs alias unalias"
 )
 # They assign variables that they are given, or unset them; printf and wait only with an option.
-_ASSIGNING = names_in("read mapfile readarray getopts printf wait unset")
+_ASSIGNING = names_in("read mapfile readarray getopts wait")
 # Variables that are set for these commands alone change nothing else.
-UNCHANGED = _HARMLESS | {"read", "mapfile", "readarray", "printf", "wait", "test", "["}
+UNCHANGED = _HARMLESS | names_in("echo read mapfile readarray printf wait test [")
+# They print nothing, or what they print is followed.
+SILENT = names_in(
+    ": true false test [ echo printf eval exit return break continue shift unset read mapfile getopts"
+)
 # Programs that are no functions of a file that was sourced.
 PROGRAMS = names_in(
     "awk basename cat chmod cp date df dirname docker du env find free grep head hostname ln ls "
@@ -51,7 +55,82 @@ def _refuse(script: Script, words: list[str]) -> Status:
 
 
 def _harmless(script: Script, words: list[str]) -> Status:
-    return {"true": True, ":": True, "echo": True, "false": False}.get(words[0])
+    return {"true": True, ":": True, "false": False}.get(words[0])
+
+
+def _echo(script: Script, words: list[str]) -> Status:
+    """``echo``, which prints its words unless an option or a backslash changes them."""
+    texts = words[1:]
+    end = "\n"
+    if texts[:1] == ["-n"]:
+        texts = texts[1:]
+        end = ""
+    text = " ".join(texts)
+    # After `source` it may be a function.
+    if script.state.why or "\\" in text or text.startswith("-") or is_unknown(text[:1]):
+        script.prints(None)
+    else:
+        script.prints(text + end)
+    return True
+
+
+def _printf(script: Script, words: list[str]) -> Status:
+    """``printf FORMAT ARGUMENTS``, ``printf -v NAME FORMAT ARGUMENTS``."""
+    operands = words[1:]
+    if operands[:1] != ["-v"]:
+        script.prints(None if script.state.why else _formatted(operands))
+        return _assigns(script, words)
+    name = "".join(operands[1:2])
+    text = _formatted(operands[2:])
+    if text is None or not NAME.fullmatch(name) or len(script.state.value(name)) > 1:
+        return _assigns(script, words)
+    script.state.assign(name, [text], script.line)
+    return None
+
+
+def _formatted(operands: list[str]) -> str | None:
+    """What printf makes of a format and as many arguments; None if that is not followed."""
+    template, *arguments = operands or [""]
+    pieces = re.findall(r"%[sd]|\\n|[^%\\]", template)
+    is_read = "".join(pieces) == template and not is_unknown(template)
+    if not is_read or template.startswith("-"):
+        return None
+    if OPEN in "".join(arguments) or template.count("%") != len(arguments):
+        return None
+    text = ""
+    for piece in pieces:
+        if piece == "%d" and not re.fullmatch(r"0|-?[1-9]\d{0,17}", arguments[0]):
+            return None
+        if piece.startswith("%"):
+            text += arguments.pop(0)
+        else:
+            text += piece.replace(r"\n", "\n")
+    return text
+
+
+def _unset(script: Script, words: list[str]) -> Status:
+    """``unset NAME``, ``unset -f NAME``: outside of functions, where no local is behind it."""
+    option = words[1] if words[1:] and words[1].startswith("-") else ""
+    names = words[2:] if option else words[1:]
+    is_read = option in ("", "-v", "-f") and all(NAME.fullmatch(name) for name in names)
+    if not is_read or script.level:
+        return _assigns(script, words)
+    values = script.state.values
+    for name in names:
+        # Without an option it takes the function where there is no such variable.
+        if option == "-f" or (not option and f"{name}()" in values):
+            return _unset_function(script, option, words)
+        script.state.assign(name, [], script.line)
+        values.pop(f"export {name}", None)
+    return None
+
+
+def _unset_function(script: Script, option: str, words: list[str]) -> Status:
+    if option != "-f" or script.state.why:
+        return _assigns(script, words)
+    for name in words[2:]:
+        script.state.values.pop(f"{name}()", None)
+    return None
 
 
 def _test(script: Script, words: list[str]) -> Status:
@@ -157,6 +236,8 @@ def declare(script: Script, command: Node) -> Status:
     state = script.state
     variant = command["Variant"]["Value"]
     names: set[str] = set()
+    if "Args" not in command:
+        script.prints(None)
     # Outside of functions local is an error.
     is_outside = variant == "local" and not script.level
     if is_outside or variant not in ("export", "local", "declare", "typeset"):
@@ -191,6 +272,9 @@ BUILTINS: Mapping[str, Builtin] = {
     **dict.fromkeys(("source", ".", "kill", *_OF_SOFTWARE), _source),
     **dict.fromkeys(("exit", "return", "break", "continue"), _leaves),
     **dict.fromkeys(_NOT_READ, _refuse),
+    "echo": _echo,
+    "printf": _printf,
+    "unset": _unset,
     "eval": _eval,
     "exec": _exec,
     "shift": _shift,

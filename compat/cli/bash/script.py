@@ -17,8 +17,16 @@ from compat.cli.bash import builtins
 from compat.cli.bash.builtins import Leaving
 from compat.cli.bash.conditions import COMPARED, LITERAL, Status, holds, negated
 from compat.cli.bash.state import POSITIONAL, State, joined
-from compat.cli.bash.tree import Node, is_assigning, literal_of, nodes_in, statements_of
-from compat.cli.bash.values import OPEN, Hole, ScriptError, Word, is_unknown, opened, plain
+from compat.cli.bash.sums import number
+from compat.cli.bash.tree import (
+    Node,
+    is_assigning,
+    literal_of,
+    nodes_in,
+    pattern_of,
+    statements_of,
+)
+from compat.cli.bash.values import LONGEST, OPEN, Hole, ScriptError, Word, is_unknown, opened, plain
 from compat.cli.bash.words import Expander
 
 _SECONDS = 3  # to follow a script
@@ -44,6 +52,7 @@ class Script(Expander):
         self.commands: list[Command] = []
         self.level = 0  # of functions that call each other
         self.loops = 0  # around the command, in its function
+        self.output: str | None = None  # of the substitution that is followed; None: not known
         self._prefix: list[str] = []  # the words before `bash -c`
         self._outer_line: int | None = None  # of a command whose argument is followed
         self._end = time.monotonic() + _SECONDS
@@ -72,11 +81,24 @@ class Script(Expander):
         self.state, self.loops = outer
         return None
 
-    def follow_apart(self, statements: Sequence[Node]) -> None:
-        """Follow the statements of a substitution."""
+    def output_of(self, statements: Sequence[Node]) -> str | None:
+        """What the statements of a substitution print; None if it is not known."""
         line = self.line
+        outer_output = self.output
+        self.output = ""
         self.apart(lambda: self.follow(statements))
+        output = self.output
+        self.output = outer_output
         self.line = line
+        # Bash takes the line ends behind it away.
+        return None if output is None else output.rstrip("\n")
+
+    def prints(self, text: str | None) -> None:
+        """Add to what the substitution prints that is followed; None: it is not known what."""
+        if text is None or self.output is None or len(self.output + text) > LONGEST:
+            self.output = None
+        else:
+            self.output += text
 
     def refuse(self, what: str) -> NoReturn:
         """Refuse a command that changes what later ones mean, or that is not followed."""
@@ -105,6 +127,7 @@ class Script(Expander):
         for redirect in statement.get("Redirs", []):
             if redirect["Op"] not in ("<<", "<<-", "<<<"):
                 has_file = True  # there may be no such file
+                self.prints(None)
             # {fd}>log assigns, and >${LOG:=x} for some commands and not for others.
             if "N" in redirect and "{" in redirect["N"]["Value"]:
                 self.refuse("a redirection that assigns")
@@ -112,6 +135,7 @@ class Script(Expander):
             self.may_happen(redirect)
         status: Status = True
         if "Background" in statement:
+            self.prints(None)
             self.apart(partial(self._command, statement["Cmd"]))
             return True
         if "Cmd" in statement:
@@ -134,8 +158,8 @@ class Script(Expander):
             case "DeclClause":
                 return builtins.declare(self, command)
             case "ArithmCmd":
-                number = self.number(command["X"])
-                return None if isinstance(number, Hole) else number != 0
+                value = number(self, command["X"])
+                return None if isinstance(value, Hole) else value != 0
             case "TestClause":
                 operators = {node.get("Op") for node in nodes_in(command["X"])}
                 # shfmt reads `a && b || c` as `a && (b || c)`, and bash as `(a && b) || c`.
@@ -155,9 +179,13 @@ class Script(Expander):
                 return self._if(command)
             case "CaseClause":
                 return self._case(self.text(command["Word"]), command.get("Items", []))
-            case "ForClause" if command["Loop"]["Type"] == "WordIter" and "Select" not in command:
+            case "ForClause" if command["Loop"]["Type"] == "CStyleLoop":
+                return self._counting(command["Loop"], command["Do"])
+            case "ForClause" if "Select" not in command:
                 return self._for(command)
-            case "WhileClause" if "Until" not in command:
+            case "WhileClause" if "Until" in command:
+                return self._loop(lambda: negated(self.follow(command["Cond"])), command["Do"])
+            case "WhileClause":
                 return self._loop(lambda: self.follow(command["Cond"]), command["Do"])
             case "FuncDecl" if "Name" in command:
                 name = command["Name"]["Value"]
@@ -172,6 +200,7 @@ class Script(Expander):
         first = partial(self._statement, command["X"])
         second = partial(self._statement, command["Y"])
         if command["Op"] not in ("&&", "||"):
+            self.prints(None)
             self.apart(first)
             return self.apart(second)
         status = first()
@@ -191,6 +220,7 @@ class Script(Expander):
     def _fork(self, first: Callable[[], object], second: Callable[[], object]) -> None:
         """Follow both of two ways, of which the text does not decide one."""
         line = self.line
+        self.prints(None)
         entry = self.state.copy()
         first_ending = self._way(first)
         first_state = self.state
@@ -248,14 +278,21 @@ class Script(Expander):
         for pattern in patterns:
             if literal_of(pattern) == "*":
                 return True
-            text = self.text(pattern)
-            # A pattern such as [0-9]* is not compared.
-            if is_unknown(value) or not LITERAL.fullmatch(text):
+            expression = self._pattern(pattern)
+            if is_unknown(value) or expression is None:
                 self.may_happen(patterns)
                 return None
-            if text == value:
+            if re.fullmatch(expression, value, re.S):
                 return True
         return False
+
+    def _pattern(self, word: Node) -> str | None:
+        """A pattern as a regular expression; None if it is not known."""
+        expression = pattern_of(word)
+        if expression is not None:
+            return expression
+        text = self.text(word)
+        return re.escape(text) if LITERAL.fullmatch(text) else None
 
     def _test(self, test: Node) -> Status:
         """``[[ ... ]]``, whose words are not split."""
@@ -276,17 +313,18 @@ class Script(Expander):
             return status
         if operator in COMPARED:
             # Both sides are sums.
-            first_number = self.number(test["X"])
-            second_number = self.number(test["Y"])
+            first_number = number(self, test["X"])
+            second_number = number(self, test["Y"])
             if isinstance(first_number, Hole) or isinstance(second_number, Hole):
                 return None
             return COMPARED[operator](first_number, second_number)
         if operator in ("=", "==", "!="):
             first = self.text(test["X"])
-            pattern = self.text(test["Y"])
-            if LITERAL.fullmatch(pattern):
-                return holds([first, operator, pattern])
-            return None
+            expression = self._pattern(test["Y"])
+            if expression is None or is_unknown(first):
+                return None
+            matches = re.fullmatch(expression, first, re.S) is not None
+            return matches == (operator != "!=")
         # =~, <, >, parentheses, ! before several
         self.may_happen(test)
         return None
@@ -310,6 +348,24 @@ class Script(Expander):
             return word is not None
 
         return self._loop(goes_on, command["Do"])
+
+    def _counting(self, loop: Node, body: Sequence[Node]) -> Status:
+        """``for ((i = 0; i < 8; i++))``."""
+        if "Init" in loop:
+            number(self, loop["Init"])
+        is_first = True
+
+        def goes_on() -> Status:
+            nonlocal is_first
+            if "Post" in loop and not is_first:
+                number(self, loop["Post"])
+            is_first = False
+            if "Cond" not in loop:
+                return True
+            value = number(self, loop["Cond"])
+            return None if isinstance(value, Hole) else value != 0
+
+        return self._loop(goes_on, body)
 
     def _loop(self, goes_on: Callable[[], Status], body: Sequence[Node]) -> Status:
         """Do a loop as often as its test holds."""
@@ -373,6 +429,8 @@ class Script(Expander):
         if is_function:
             return self._call(name, words[1:])
         if builtin is not None:
+            if name not in builtins.SILENT:
+                self.prints(None)
             return builtin(self, words)
         self.program(words, assignments)
         return None
@@ -387,29 +445,51 @@ class Script(Expander):
             if node.get("Type") == "CmdSubst":
                 status = None
         elements = assignment.get("Array", {}).get("Elems", [])
-        value = []
+        value: list[str] | None
         if "Array" in assignment:
             value = self.words(element["Value"] for element in elements if "Value" in element)
             if "Append" in assignment:
                 value = old_value + value
+            # A=([1]=8)
+            for element in elements:
+                if "Index" in element:
+                    number(self, element["Index"])  # X=TP=8; A[X]=1 assigns TP
+                    value = None
         else:
-            text = self.text(assignment.get("Value", _EMPTY))
-            if "Append" in assignment:
-                text = "".join(old_value).replace(OPEN, "") + text
-            unknown = state.holes.in_text(text)
-            # In N=$(nproc) only the job knows the right side, and --set can give N.
-            if len(text) == 1 and unknown and not unknown[0].name:
-                text = state.holes.mark(replace(unknown[0], name=name))
-            value = [text]
-        # A[1]=8, A=([1]=8), and A=8 of an array
-        indexes = [node["Index"] for node in (assignment, *elements) if "Index" in node]
-        for index in indexes:
-            self.number(index)  # X=TP=8; A[X]=1 assigns TP
-        if indexes or (len(old_value) > 1 and "Array" not in assignment):
+            value = self._with_text(assignment, old_value)
+        if value is None:
             state.lose([name], f"line {self.line} assigns a part of it")
         else:
             state.assign(name, value, self.line)
         return status
+
+    def _with_text(self, assignment: Node, old_value: list[str]) -> list[str] | None:
+        """A value after ``NAME=TEXT``, ``NAME+=TEXT``, ``NAME[1]=TEXT``; None if not known."""
+        holes = self.state.holes
+        text = self.text(assignment.get("Value", _EMPTY))
+        has_index = "Index" in assignment
+        place = 0
+        if has_index:
+            index = number(self, assignment["Index"])
+            if isinstance(index, Hole):
+                return None
+            # A[-1] is the last element.
+            place = index + len(old_value) if index < 0 else index
+        if "Append" in assignment:
+            if has_index or len(old_value) > 1:
+                return None
+            text = "".join(old_value).replace(OPEN, "") + text
+        unknown = holes.in_text(text)
+        # In N=$(nproc) only the job knows the right side, and --set can give N.
+        if len(text) == 1 and unknown and not unknown[0].name:
+            text = holes.mark(replace(unknown[0], name=assignment["Name"]["Value"]))
+        is_array = has_index or len(old_value) > 1
+        if not is_array:
+            return [text]
+        # A gap between elements, or elements of which the number is not known.
+        if OPEN in "".join(old_value) or not 0 <= place <= len(old_value):
+            return None
+        return [*old_value[:place], text, *old_value[place + 1 :]]
 
     def _call(self, name: str, arguments: list[str]) -> Status:
         """Call a function: its arguments and its local variables are of its level."""
@@ -441,6 +521,7 @@ class Script(Expander):
 
     def program(self, words: list[str], assignments: Sequence[Node] = ()) -> None:
         """A program; of ``bash -c`` the script is followed too."""
+        self.prints(None)
         outer = self.state
         self.state = environment = outer.copy()
         for assignment in assignments:

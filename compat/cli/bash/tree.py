@@ -157,6 +157,29 @@ def literal_of(word: Node) -> str:
     return ""
 
 
+def pattern_of(word: Node) -> str | None:
+    """A pattern of bash, such as ``a*``, as a regular expression; None if it is not read.
+
+    Read are literal texts, quoted ones, ``*``, ``?`` and ``[0-9]``.
+    """
+    pattern = ""
+    for part in word.get("Parts", []):
+        text = part.get("Value", "")
+        if part["Type"] == "Lit" and re.fullmatch(r"(?:[\w./:=,@%*?-]|\[0-9\])*", text):
+            escaped = re.escape(text).replace(r"\[0\-9\]", "[0-9]")
+            pattern += escaped.replace(r"\*", ".*").replace(r"\?", ".")
+        elif part["Type"] == "SglQuoted" and "Dollar" not in part:
+            pattern += re.escape(text)
+        elif part["Type"] == "DblQuoted" and "Dollar" not in part:
+            quoted = {"Parts": part.get("Parts", [])}
+            if quoted["Parts"] and not re.fullmatch(r"[^\\]+", literal_of(quoted)):
+                return None
+            pattern += re.escape(literal_of(quoted))
+        else:
+            return None
+    return pattern
+
+
 def is_assigning(node: Node) -> bool:
     """Whether a node assigns: ``${X:=8}``, ``X = 8`` in a sum."""
     return node.get("Op") in _ASSIGNING and node.get("Type") != "BinaryTest"

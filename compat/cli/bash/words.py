@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import add, eq, floordiv, ge, gt, le, lt, mod, mul, ne, sub
+from collections.abc import Iterable, Iterator, Sequence
 
 from compat.cli.bash.state import NAME, POSITIONAL, State
-from compat.cli.bash.tree import Node, is_assigning, literal_of, nodes_in, texts_in
+from compat.cli.bash.sums import number
+from compat.cli.bash.tree import (
+    Node,
+    is_assigning,
+    literal_of,
+    nodes_in,
+    pattern_of,
+    texts_in,
+)
 from compat.cli.bash.values import OPEN, Hole, ScriptError, is_unknown, opened, plain
 
-_NUMBER = re.compile(r"0|[1-9]\d{0,17}")  # not 08, which is no octal number
+_NUMBER = re.compile(r"-?\d+")
 # Files that match take the place of such a word.
 _PATTERN = re.compile(r"[*?]|\A[^[]*\[.*\]", re.S)
 _BRACE_LIST = re.compile(r"\A[^{]*\{.*\}", re.S)
 _HOME = re.compile(r"(\A|[=:])~")
 # What is read of ${...}. The rest, such as ${X%.py} and ${!X}, is not known.
 _READ = {"Type", "Line", "Written", "Short", "Param", "Index", "Length", "Exp"}
-_READ_OPERATORS = {"", "-", ":-", "+", ":+", "?", ":?"}
-
-
-_OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
-    "+": add, "-": sub, "*": mul, "/": floordiv, "%": mod,
-    "==": eq, "!=": ne, "<": lt, "<=": le, ">": gt, ">=": ge,
-}  # fmt: skip
-
-
-class _UnknownSumError(ValueError):
-    """The value of an expression is not known, because of this part."""
-
-    def __init__(self, hole: Hole) -> None:
-        super().__init__(hole)
-        self.hole = hole
+_CUTTING = {"#", "##", "%", "%%"}
+_READ_OPERATORS = {"", "-", ":-", "+", ":+", "?", ":?", *_CUTTING}
 
 
 class Expander:
@@ -93,8 +87,12 @@ class Expander:
                 yield self._parameter_pieces(part, splits, in_quotes)
             elif kind == "ArithmExp":
                 yield [self._sum_text(part)], True
+            elif kind == "CmdSubst" and (output := self.output_of(part.get("Stmts", []))) is not None:
+                yield self._split([output], splits, in_quotes)
+            elif kind == "CmdSubst":
+                yield [self._hole(part["Written"]) + OPEN * (not in_quotes)], in_quotes
             else:
-                # $(nproc) and <(sort x) run what they hold; @(a|b) is a pattern.
+                # <(sort x) runs what it holds; @(a|b) is a pattern.
                 self.may_happen(part)
                 yield [self._hole(part["Written"]) + OPEN * (not in_quotes)], in_quotes
         if _HOME.search(bare):
@@ -111,6 +109,12 @@ class Expander:
         # "$@" and "${A[@]}" become a word for each element, and "$*" becomes one.
         if in_quotes and "@" not in (part["Param"]["Value"], _index_of(part)):
             values = [" ".join(values)]
+        return self._split(values, splits, in_quotes)
+
+    def _split(
+        self, values: list[str], splits: bool, in_quotes: bool
+    ) -> tuple[list[str], bool]:
+        """The words that values of an expansion become where they are split."""
         if in_quotes or not splits:
             return values, True
         pieces = []
@@ -136,7 +140,7 @@ class Expander:
         for below in nodes_in(node):
             kind = below.get("Type")
             if kind in ("CmdSubst", "ProcSubst"):
-                self.follow_apart(below.get("Stmts", []))
+                self.output_of(below.get("Stmts", []))
             elif kind == "BinaryTest" and below["Op"].startswith("-"):
                 self.state.forget(why)  # [[ TP=8 -eq 8 ]]
             elif kind == "ParamExp" and is_assigning(below.get("Exp", {})):
@@ -150,8 +154,8 @@ class Expander:
                     if value and not _NUMBER.fullmatch(value):
                         self.state.forget(why)
 
-    def follow_apart(self, statements: Sequence[Node]) -> None:
-        """Follow statements in a shell of its own."""
+    def output_of(self, statements: Sequence[Node]) -> str | None:
+        """What statements print in a shell of their own; None if it is not known."""
         raise NotImplementedError
 
     # Variables.
@@ -166,21 +170,25 @@ class Expander:
         # Whether $1 or an element is set is not followed, only whether it is empty.
         if operator in ("-", "+", "?") and ("Index" in part or not name.isidentifier()):
             is_read = False
-        if "Length" in part and index not in ("@", "*"):
+        if "@" in (name, index) and operator in _CUTTING:
             is_read = False
         if not is_read:
             self.may_happen(part)
             # ${!X} may be an array, and ${X@A} several words.
             is_list = "@" in (name, index, operator) or "Excl" in part
             return [self._hole(written, name) + OPEN * is_list]
-        if "Length" in part:
+        if "Length" in part and index in ("@", "*"):
             return [self._length(name, written)]
-        values = self._named(name, part.get("Index"))
+        values = self.elements(name, part.get("Index"))
+        if "Length" in part:
+            return [self._characters(written, "".join(values))]
+        if operator in _CUTTING:
+            return [self._cut(part, "".join(values))]
         if operator:
             return self._chosen(part, values)
         return values
 
-    def _named(self, name: str, index: Node | None) -> list[str]:
+    def elements(self, name: str, index: Node | None) -> list[str]:
         """The values of ``name[index]``: one, or those of a list."""
         state = self.state
         sign = literal_of(index) if index else ""
@@ -190,6 +198,7 @@ class Expander:
         if name == "#":
             return [self._length(POSITIONAL, "$#")]
         place = 0
+        counts_back = False
         array = name
         # $1 may be given by --set; $0 is the script's name.
         if name.isdigit() and name != "0" and name not in state.fixed:
@@ -201,14 +210,20 @@ class Expander:
         if sign in ("@", "*"):
             return values
         if index:
-            number = self.number(index)
-            if isinstance(number, Hole):
-                return [self._hole(f"${name}[{number.text}]", number.name, number.why)]
-            place = number
-        before = "".join(values[: place + 1])
+            value = number(self, index)
+            if isinstance(value, Hole):
+                return [self._hole(f"${name}[{value.text}]", value.name, value.why)]
+            place = value
+            # A[-1] is the last element.
+            counts_back = value < 0
+            if counts_back:
+                place += len(values)
+        before = "".join(values if counts_back else values[: place + 1])
         # $A before it may be any number of elements.
-        if OPEN in before:
-            why = state.holes.in_text(before)[0].why
+        if OPEN in before or place < 0:
+            why = f"line {self.line} reads an element that is not known"
+            if OPEN in before:
+                why = state.holes.in_text(before)[0].why
             return [state.unknown(name, why)[0].replace(OPEN, "")]
         return values[place : place + 1] or [""]
 
@@ -218,6 +233,36 @@ class Expander:
         if OPEN in text:
             return self._hole_of(written, text)
         return str(len(values))
+
+    def _characters(self, written: str, text: str) -> str:
+        """``${#X}``."""
+        if is_unknown(text):
+            return self._hole_of(written, text)
+        # What counts as a character depends on the locale.
+        if not text.isascii():
+            return self._hole(written)
+        return str(len(text))
+
+    def _cut(self, part: Node, text: str) -> str:
+        """``${X#pattern}``, ``${X%pattern}``: the text without a part that matches."""
+        written = part["Written"]
+        operator = part["Exp"]["Op"]
+        pattern = pattern_of(part["Exp"].get("Word", {"Parts": []}))
+        if pattern is None:
+            self.may_happen(part["Exp"])
+        if pattern is None or is_unknown(text):
+            return self._hole(written, part["Param"]["Value"])
+        # From the shortest part to the longest.
+        lengths: Iterable[int] = range(len(text) + 1)
+        if len(operator) == 2:
+            lengths = reversed(range(len(text) + 1))
+        for length in lengths:
+            if operator[0] == "#" and re.fullmatch(pattern, text[:length], re.S):
+                return text[length:]
+            place = len(text) - length
+            if operator[0] == "%" and re.fullmatch(pattern, text[place:], re.S):
+                return text[:place]
+        return text
 
     def _chosen(self, part: Node, values: list[str]) -> list[str]:
         """``${NAME:-default}``, ``${NAME:+text}``, ``${NAME:?message}``."""
@@ -246,54 +291,11 @@ class Expander:
             chosen = self._hole(part["Written"]) + OPEN
         return [chosen]
 
-    # Sums.
-
-    def number(self, expression: Node) -> int | Hole:
-        """The value of an expression; a hole if it is not known, as of one that assigns."""
-        try:
-            return self._evaluated(expression)
-        except _UnknownSumError as error:
-            self.may_happen(expression)
-            return error.hole
-
     def _sum_text(self, part: Node) -> str:
-        number = self.number(part["X"])
-        if isinstance(number, Hole):
-            return self._hole(part["Written"], number.name, number.why)
-        return str(number)
-
-    def _evaluated(self, node: Node) -> int:
-        kind = node["Type"]
-        if kind == "Word":
-            return self._number_in(node)
-        if kind == "ParenArithm":
-            return self._evaluated(node["X"])
-        if kind == "BinaryArithm" and node["Op"] in _OPERATIONS:
-            operation = _OPERATIONS[node["Op"]]
-            first = self._evaluated(node["X"])
-            second = self._evaluated(node["Y"])
-            if node["Op"] in ("/", "%") and second == 0:
-                raise ScriptError("the launch line divides by zero.")
-            # Of negative numbers Python's quotient is another than bash's.
-            if min(first, second) >= 0 and first * second < 1 << 62:
-                return int(operation(first, second))
-        raise _UnknownSumError(Hole("$((...))"))
-
-    def _number_in(self, word: Node) -> int:
-        literal = literal_of(word)
-        text = self.text(word)
-        if NAME.fullmatch(literal):  # X is $X
-            text = self._named(literal, None)[0] or "0"
-        if is_unknown(text):
-            raise _UnknownSumError(self.state.holes.in_text(text)[0])
-        if _NUMBER.fullmatch(text):
-            return int(text)
-        # It is an error, behind which bash leaves the rest of the line out, or another sum: with
-        # X=TP=8, $((X)) assigns TP.
-        raise ScriptError(
-            f"line {self.line} of the launch line computes {text!r}, which cannot be followed. "
-            f"Write the number in its place."
-        )
+        value = number(self, part["X"])
+        if isinstance(value, Hole):
+            return self._hole(part["Written"], value.name, value.why)
+        return str(value)
 
 
 def _index_of(part: Node) -> str:
