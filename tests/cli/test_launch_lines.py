@@ -79,10 +79,10 @@ def test_a_slurm_script_gives_the_ranks_and_the_arguments_of_its_job(name, left_
 @pytest.mark.parametrize(
     "script",
     [
-        "X=2x\nTP=${X%x}",
+        "X=2x\nTP=${X/x}",
         "X=TP\nTP=${!X}",
         "TP=$(nproc)",
-        "TP=$((2 ** 2))",
+        "TP=$((2 ** -2))",
         "[ -f x ] && TP=4",
         "[[ 2 == [1-3] ]] && TP=4",
         "case $X in 1) TP=4 ;; esac",

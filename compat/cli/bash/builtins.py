@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from compat.cli.bash.conditions import Status, holds
 from compat.cli.bash.state import NAME, POSITIONAL
-from compat.cli.bash.tree import Node, texts_in
+from compat.cli.bash.tree import Node, literal_of, texts_in
 from compat.cli.bash.values import OPEN, is_unknown, names_in, plain
 
 Script: TypeAlias = Any  # of script.py, which imports this file
@@ -24,7 +24,8 @@ _ASSIGNING = names_in("read mapfile readarray getopts wait")
 UNCHANGED = _HARMLESS | names_in("echo read mapfile readarray printf wait test [")
 # They print nothing, or what they print is followed.
 SILENT = names_in(
-    ": true false test [ echo printf eval exit return break continue shift unset read mapfile getopts"
+    ": true false test [ echo printf eval exit return break continue shift unset read mapfile "
+    "getopts"
 )
 # Programs that are no functions of a file that was sourced.
 PROGRAMS = names_in(
@@ -238,11 +239,16 @@ def declare(script: Script, command: Node) -> Status:
     names: set[str] = set()
     if "Args" not in command:
         script.prints(None)
-    # Outside of functions local is an error.
+    arguments = list(command.get("Args", []))
+    options = ""
+    while arguments and literal_of(arguments[0].get("Value", {})) in ("-a", "-r", "-x"):
+        options += literal_of(arguments.pop(0)["Value"])
+    # Outside of functions local is an error. In them, an array or a constant may hide another.
     is_outside = variant == "local" and not script.level
-    if is_outside or variant not in ("export", "local", "declare", "typeset"):
+    is_hidden = script.level and (options or variant == "readonly")
+    if is_outside or is_hidden or variant not in DECLARING:
         script.refuse(variant)
-    for assignment in command.get("Args", []):
+    for assignment in arguments:
         # Flags change what later assignments mean; export "$NAME=8" and export PATH+=:/x. All words
         # are expanded before the first is assigned.
         is_plain = "Name" in assignment and not assignment.keys() & {"Append", "Index"}
@@ -251,7 +257,7 @@ def declare(script: Script, command: Node) -> Status:
             script.refuse(variant)
         name = assignment["Name"]["Value"]
         names.add(name)
-        if variant == "export":
+        if variant == "export" or "x" in options:
             state.values[f"export {name}"] = True
         elif script.level:
             # What it becomes again; of two declarations the first counts.
@@ -262,6 +268,8 @@ def declare(script: Script, command: Node) -> Status:
                     state.assign(name, [], script.line)
         if "Naked" not in assignment:
             script.assign(assignment)
+        if variant == "readonly" or "r" in options:
+            state.values[f"readonly {name}"] = True
     return True
 
 

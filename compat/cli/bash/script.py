@@ -126,8 +126,9 @@ class Script(Expander):
         has_file = False
         for redirect in statement.get("Redirs", []):
             if redirect["Op"] not in ("<<", "<<-", "<<<"):
-                has_file = True  # there may be no such file
                 self.prints(None)
+                # There may be no such file.
+                has_file |= literal_of(redirect.get("Word", _EMPTY)) != "/dev/null"
             # {fd}>log assigns, and >${LOG:=x} for some commands and not for others.
             if "N" in redirect and "{" in redirect["N"]["Value"]:
                 self.refuse("a redirection that assigns")
@@ -323,8 +324,8 @@ class Script(Expander):
             expression = self._pattern(test["Y"])
             if expression is None or is_unknown(first):
                 return None
-            matches = re.fullmatch(expression, first, re.S) is not None
-            return matches == (operator != "!=")
+            matches = bool(re.fullmatch(expression, first, re.S))
+            return negated(matches) if operator == "!=" else matches
         # =~, <, >, parentheses, ! before several
         self.may_happen(test)
         return None

@@ -28,11 +28,12 @@ Value: TypeAlias = list[str]
 class State:
     """Variables and functions. A variable that is missing is the environment's.
 
-    Beside the variables ``values`` has three more kinds of keys, so that all of them are copied,
+    Beside the variables ``values`` has more kinds of keys, so that all of them are copied,
     forgotten and compared alike:
 
     - ``f()``: a function; None where it is not known
     - ``export X``: whether X is for certain in the environment of programs
+    - ``readonly X``: X cannot be assigned any more
     - ``2 X``: what X becomes again when the function at the second level returns
     """
 
@@ -65,6 +66,8 @@ class State:
         if len("".join(value)) > LONGEST:
             raise ScriptError(f"{name} of the launch line is longer than {LONGEST:,} characters.")
         _check_name(name, f"line {line} assigns it")
+        if f"readonly {name}" in self.values:
+            raise ScriptError(f"line {line} of the launch line assigns {name}, which is readonly.")
         self.values[name] = value
 
     def lose(self, names: Iterable[str], why: str) -> None:

@@ -159,10 +159,10 @@ def _assign(words: Words, word: Node, value: int) -> None:
 def _of_word(words: Words, word: Node) -> int:
     """The value of a number, of a variable, or of an expansion that is a number."""
     name = literal_of(word)
-    if NAME.fullmatch(name):  # X is $X
+    text = words.text(word)
+    # X is $X.
+    if NAME.fullmatch(name):
         text = words.elements(name, None)[0] or "0"
-    else:
-        text = words.text(word)
     if is_unknown(text):
         raise _UnknownSumError(words.state.holes.in_text(text)[0])
     if _NUMBER.fullmatch(text):

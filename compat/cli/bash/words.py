@@ -25,7 +25,8 @@ _HOME = re.compile(r"(\A|[=:])~")
 # What is read of ${...}. The rest, such as ${X%.py} and ${!X}, is not known.
 _READ = {"Type", "Line", "Written", "Short", "Param", "Index", "Length", "Exp"}
 _CUTTING = {"#", "##", "%", "%%"}
-_READ_OPERATORS = {"", "-", ":-", "+", ":+", "?", ":?", *_CUTTING}
+_READ_OPERATORS = {"", "-", ":-", "+", ":+", "?", ":?", "=", ":=", *_CUTTING}
+_BRACE_RANGE = re.compile(r"\{(0|[1-9]\d{0,3})\.\.(0|[1-9]\d{0,3})\}")  # {1..8}
 
 
 class Expander:
@@ -43,11 +44,17 @@ class Expander:
         """The words that written words become: none of $EMPTY, several of $ARGS."""
         words: list[str] = []
         for word in written:
+            brace_range = _BRACE_RANGE.fullmatch(literal_of(word))
+            if brace_range is not None:
+                first, last = (int(number) for number in brace_range.groups())
+                step = 1 if first <= last else -1
+                words.extend(str(number) for number in range(first, last + step, step))
+                continue
             # A field that stays None, as that of $EMPTY, is no word.
             fields: list[str | None] = [None]
             for texts, keeps_empty in self._pieces(word["Parts"], splits=True):
-                for number, text in enumerate(texts):
-                    if number:
+                for place, text in enumerate(texts):
+                    if place:
                         fields.append(None)
                     if text or keeps_empty:
                         fields[-1] = (fields[-1] or "") + text
@@ -87,7 +94,9 @@ class Expander:
                 yield self._parameter_pieces(part, splits, in_quotes)
             elif kind == "ArithmExp":
                 yield [self._sum_text(part)], True
-            elif kind == "CmdSubst" and (output := self.output_of(part.get("Stmts", []))) is not None:
+            elif (
+                kind == "CmdSubst" and (output := self.output_of(part.get("Stmts", []))) is not None
+            ):
                 yield self._split([output], splits, in_quotes)
             elif kind == "CmdSubst":
                 yield [self._hole(part["Written"]) + OPEN * (not in_quotes)], in_quotes
@@ -111,9 +120,7 @@ class Expander:
             values = [" ".join(values)]
         return self._split(values, splits, in_quotes)
 
-    def _split(
-        self, values: list[str], splits: bool, in_quotes: bool
-    ) -> tuple[list[str], bool]:
+    def _split(self, values: list[str], splits: bool, in_quotes: bool) -> tuple[list[str], bool]:
         """The words that values of an expansion become where they are split."""
         if in_quotes or not splits:
             return values, True
@@ -168,9 +175,9 @@ class Expander:
         operator = part.get("Exp", {}).get("Op", "")
         is_read = not part.keys() - _READ and operator in _READ_OPERATORS
         # Whether $1 or an element is set is not followed, only whether it is empty.
-        if operator in ("-", "+", "?") and ("Index" in part or not name.isidentifier()):
+        if operator in ("-", "+", "?", "=", ":=") and ("Index" in part or not name.isidentifier()):
             is_read = False
-        if "@" in (name, index) and operator in _CUTTING:
+        if {"@", "*"} & {name, index} and operator in _CUTTING:
             is_read = False
         if not is_read:
             self.may_happen(part)
@@ -273,12 +280,13 @@ class Expander:
         text = " ".join(values)
         is_set = name in state.values or name in state.fixed or state.why
         is_absent = not text and (":" in operator or not state.value(name))
-        if self.takes_defaults and not is_set and operator.endswith("-"):
+        takes_default = operator.endswith(("-", "="))
+        if self.takes_defaults and not is_set and takes_default:
             self.assumed.append(f"{name}={plain(self.text(operand))}")
             is_absent = True
         elif is_unknown(text) and not plain(text):
             # It may be empty, and then the operand counts.
-            self.may_happen(operand)
+            self.may_happen(part)
             return [self._hole_of(part["Written"], text) + OPEN * (OPEN in text)]
         if is_absent == operator.endswith("+"):
             return values
@@ -289,6 +297,9 @@ class Expander:
         has_quotes = any("Quoted" in word_part["Type"] for word_part in operand["Parts"])
         if (has_quotes or "\\" in part["Written"]) and chosen.split() != [chosen]:
             chosen = self._hole(part["Written"]) + OPEN
+        if operator.endswith("="):
+            chosen = chosen.replace(OPEN, "")
+            state.assign(name, [chosen], self.line)
         return [chosen]
 
     def _sum_text(self, part: Node) -> str:
