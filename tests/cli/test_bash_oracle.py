@@ -38,7 +38,7 @@ def test_ways_of_writing_are_read_as_bash_reads_them_or_refused():
             result = outcome(expected, words and sorted(words), is_decided=True)
             assert result != "wrong", f"{form}\nreader {words}\nbash {expected}"
             outcomes[result] += 1
-    assert outcomes["right"] >= 60, outcomes
+    assert outcomes["right"] >= 85, outcomes
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Reads bash scripts without running them: which programs they start, as far as the text decides.
 
 ``commands`` is the entry. ``tree`` has the statements of a text, ``script`` follows them over a
-``state``. ``words`` makes the words of a command, ``builtins`` says what each builtin changes,
-``values`` carries what is not known.
+``state``. ``words`` makes the words of a command and ``sums`` its numbers, ``builtins`` says what
+each builtin changes, ``values`` carries what is not known.
 """
 
 from __future__ import annotations
