@@ -369,10 +369,14 @@ class Rules:
         return recording.whole or bool(recording.calls.done[:1].all())
 
     def _is_proven(self, departure: Departure) -> bool:
-        """Without its sends and receives, a stage looks as another until others wait for it."""
+        """Without all of its calls, a stage looks as another until others wait for it.
+
+        Sends and receives may not be recorded, and a short recorder has lost earlier calls.
+        """
         rank = departure.rank
         due = departure.due
-        if not departure.is_proven or due is None or self.waiting.sees_p2p(rank):
+        has_all_calls = self.waiting.sees_p2p(rank) and self.ranks[rank].whole
+        if not departure.is_proven or due is None or has_all_calls:
             return departure.is_proven
         groups = self.waiting.recording.groups
         for wait in self.waiting.waits:

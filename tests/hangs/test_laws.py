@@ -75,6 +75,10 @@ SEEDS = {
     "a rank whose queued calls wait for a send that its recorder lost is not certain": [
         (800329, False, "short buffer"),
     ],
+    "a rank whose recorder lost earlier calls is not certain unless others wait for the due call": [
+        (20268180, False, "short buffer"),
+        (20269503, False, "short buffer"),
+    ],
     "ranks that are missed in several groups are not certain by one of them": [
         (30000056, True, "short buffer"),
     ],
