@@ -46,6 +46,7 @@ from hypergrid.agreement.store import (
     telling_of_a_lost_store,
     wait,
 )
+from hypergrid.agreement.waits import Creation, creations
 from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.messages import in_words, shortened, span_of
 from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
@@ -137,15 +138,6 @@ def _bounded(timeout: timedelta | None) -> timedelta:
     return min(max(timeout, timedelta(seconds=1)), timedelta(days=10))
 
 
-_commits: list[Phase] = []  # phase 2 of what this process creates, the outermost first
-
-
-def another_rank_failed() -> bool:
-    """Whether one of the ranks that create groups together with this process has failed."""
-    # Before this rank has arrived, there is an outcome only after a failure.
-    return bool(_commits) and _commits[-1].store.check(["outcome"])
-
-
 @contextmanager
 def all_or_none(
     store: Store | None, epoch: str, ranks: Sequence[int], timeout: timedelta | None
@@ -170,7 +162,8 @@ def all_or_none(
     def absent(missing: str) -> str:
         return f"{missing} did not finish creating groups within {timeout}. Look at their logs."
 
-    _commits.append(phase)
+    creation = Creation(phase.store, rank)
+    creations.append(creation)
     try:
         yield
     except BaseException as error:
@@ -189,7 +182,7 @@ def all_or_none(
             raise CreationError(text) from error.__cause__
         raise
     finally:
-        _commits.remove(phase)
+        creations.remove(creation)
     with telling_of_a_lost_store():
         if phase.arrive() == len(ranks) and phase.all_equal(0):
             phase.publish("")

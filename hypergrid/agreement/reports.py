@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import append, forget, forget_lines, lines
+from hypergrid.agreement.waits import WAITING
 from hypergrid.messages import few, one_line, shown_apart, some_of
 
 _KEYS = (
@@ -27,6 +28,7 @@ _KEYS = (
     "present",
     "entries",
     "told",
+    WAITING,
     "final",
     "read",
 )
@@ -171,5 +173,5 @@ def clear_before(store: Store, epoch: str) -> None:
         forget_lines(prepare, "entries", "present")
         forget(prepare, *_KEYS)
         commit = PrefixStore(f"hypergrid/{span}/{earlier}/commit", store)
-        forget_lines(commit, "present")
+        forget_lines(commit, "present", WAITING)
         forget(commit, *_KEYS)

@@ -26,6 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
 from hypergrid.agreement.commit import NO_ADDRESS
+from hypergrid.agreement.waits import let_waiting_ranks_fail_first
 from hypergrid.groups import closing, gloo
 from hypergrid.messages import span_of
 from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
@@ -86,8 +87,9 @@ def by_members(
         try:
             group: ProcessGroup = dist.new_group(list(ranks), **options)
         except gloo.NoAddress as error:
-            missing = span_of([ranks[place] for place in error.places])
-            raise RuntimeError(f"ranks {missing} {NO_ADDRESS}.") from error
+            missing = [ranks[place] for place in error.places]
+            let_waiting_ranks_fail_first(missing, error.timeout)
+            raise RuntimeError(f"ranks {span_of(missing)} {NO_ADDRESS}.") from error
         except RuntimeError:
             # A dry run in which outside code has replaced new_group.
             if dist.get_backend() != "fake" or backend in (None, "fake"):

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
-from hypergrid.agreement.commit import another_rank_failed
 from hypergrid.agreement.store import Descriptor, descriptors, duplicate, listens, sockets, wait
+from hypergrid.agreement.waits import another_rank_failed
 
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -232,11 +232,12 @@ def _are_options(names: Iterable[str]) -> bool:
 
 
 class NoAddress(RuntimeError):
-    """Members at these ``places`` in the group have published no address to connect to."""
+    """Members at these ``places`` in the group published no address within ``timeout``."""
 
-    def __init__(self, places: list[int]) -> None:
+    def __init__(self, places: list[int], timeout: timedelta) -> None:
         super().__init__(f"places {places}")
         self.places = places
+        self.timeout = timeout
 
 
 class _InTime(Store):
@@ -270,7 +271,8 @@ class _InTime(Store):
             if not missing:  # they came when this rank had given up
                 raise
             # A key ends in the member's place: "0//222381/7".
-            raise NoAddress([int(key.rpartition("/")[2]) for key in missing]) from error
+            places = [int(key.rpartition("/")[2]) for key in missing]
+            raise NoAddress(places, self._timeout) from error
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.wait(keys)

@@ -358,3 +358,25 @@ def test_a_rank_that_others_only_waited_for_names_its_own_failure(rank):
         assert "no route to host" in text and "first to fail" not in text
     else:
         assert "ranks 2 published no address to connect to" in text and "keys" not in text
+
+
+@on_ranks(4, timeout=90)
+def test_where_ranks_wait_for_one_that_waits_itself_all_name_the_one_at_the_end(rank):
+    create = c10d.ProcessGroupGloo.__init__
+
+    def connects_late(group, store, place, *args, **kwargs):
+        if rank == 0:
+            time.sleep(9)  # the others wait five seconds for its address
+            raise RuntimeError("no route to host")
+        # Groups of ranks 0, 2 and 0, 1. So rank 3, which waits for rank 2, is the first to give up.
+        if rank in (1, 2) and place == 1:
+            time.sleep(1)
+        create(group, store, place, *args, **kwargs)
+
+    with (
+        mock.patch.object(c10d.ProcessGroupGloo, "__init__", connects_late),
+        pytest.raises(CreationError) as raised,
+    ):
+        ps.initialize_model_parallel(2, distributed_timeout_minutes=0.1)
+    cause = "ranks 0 published no address" if rank else "no route to host"
+    assert cause in str(raised.value)
