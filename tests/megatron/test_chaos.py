@@ -1,11 +1,13 @@
 """One random fault at a random call; scripts/soak --only chaos tries 300 cases."""
 
 import re
+from unittest import mock
 
 import pytest
 
 from tests.support import chaos
 from tests.support.chaos import Case, Seen
+from tests.support.stock import load_stock
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,12 @@ def test_a_fault_obeys_the_laws(case):
     world = chaos.run(case)
     assert "fault" in world[case.rank].steps
     assert not chaos.broken_laws(case, world)
+
+
+def test_a_fault_happens_at_a_call_of_stock_too():
+    stock = load_stock("0.16.1")
+    with pytest.raises(chaos.Injected), chaos._at_call(1, mock.Mock(side_effect=chaos.Injected)):
+        stock.model_parallel_is_initialized()
 
 
 def test_seventy_two_cases_have_each_fault_in_each_operation_once():
