@@ -310,6 +310,9 @@ class Rules:
             return "hidden" if waiting.guessing else "alone"
         if not is_gone and any(self._is_old(rank, wait) for rank in named):
             return "old"
+        # The call that others wait in may be queued behind one that the recorder has lost.
+        if not self._shows_its_stop(wait.rank):
+            return "either"
         # A few ranks may wait in a call that should not be, for more ranks that are right.
         if self.history.makers(wait.rank, wait.at) <= len(named):
             return "either"

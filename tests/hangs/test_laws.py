@@ -79,6 +79,9 @@ SEEDS = {
         (20268180, False, "short buffer"),
         (20269503, False, "short buffer"),
     ],
+    "a rank is not certain where those that wait for it may be in a call that is lost": [
+        (20270930, False, "every kind"),
+    ],
     "ranks that are missed in several groups are not certain by one of them": [
         (30000056, True, "short buffer"),
     ],
@@ -113,8 +116,10 @@ SEEDS = {
 @pytest.mark.parametrize("name", SEEDS)
 def test_no_innocent_is_named_where_an_earlier_rule_named_one(name):
     for seed, several, kind in SEEDS[name]:
-        (case,) = judged(seed, several, kinds=(kind,), varied=kind != "whole")
-        assert not case.wrong, case.diagnosis.sentence
+        # A short recorder keeps other calls after the kinds of evidence before it were written.
+        kinds = KINDS if kind == "every kind" else (kind,)
+        for case in judged(seed, several, kinds=kinds, varied=kind != "whole"):
+            assert not case.wrong, case.diagnosis.sentence
 
 
 def test_what_most_ranks_do_is_the_program_as_no_dump_can_say_otherwise():
