@@ -329,24 +329,14 @@ def _whole_model(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Fi
 def _gradient_norm(
     quantity: str, right: float, norms: Sequence[float], tolerance: float
 ) -> Iterator[Finding]:
-    wrong = {}
+    right_norm = torch.tensor(right, dtype=torch.float64)
+    by_rank: dict[int, _Difference] = {}
     for rank, norm in enumerate(norms):
-        error = abs(norm - right)
-        # A norm that is no number is wrong too.
-        if not error <= tolerance * right:
-            wrong[rank] = norm
-    if not wrong:
-        return
-    worst = max(wrong.values(), key=lambda norm: abs(norm - right))
-    if right == 0:
-        yield Finding(quantity, "", tuple(wrong), abs(worst))
-        return
-    factor = None
-    different_norms = {f"{norm:.5g}" for norm in wrong.values()}
-    if len(different_norms) == 1:
-        factor = worst / right
-    error = abs(worst - right) / right
-    yield Finding(quantity, "", tuple(wrong), error, factor)
+        difference = _difference(torch.tensor(norm, dtype=torch.float64), right_norm, 0.0)
+        if difference.error > tolerance:
+            by_rank[rank] = difference
+    if by_rank:
+        yield _finding(quantity, "", by_rank)
 
 
 def _sums_over_ranks(
@@ -411,15 +401,20 @@ def _parameters(
             worst = by_rank.get(rank, difference)
             by_rank[rank] = max(worst, difference, key=_error)
     for name, by_rank in differences.items():
-        worst = max(by_rank.values(), key=_error)
-        factor = worst.factor
-        for difference in by_rank.values():
-            if not difference.has(worst.factor):
-                factor = None
-        yield Finding(quantity, name, tuple(sorted(by_rank)), worst.error, factor)
+        yield _finding(quantity, name, by_rank)
     all_ranks = tuple(range(len(ranks)))
     for name in right_names - held_names:
         yield Finding(quantity, name, all_ranks, 1.0, 0.0, "no rank has it")
+
+
+def _finding(quantity: str, name: str, by_rank: dict[int, _Difference]) -> Finding:
+    """What the ranks that differ have in common: the largest error, and a factor if it is one."""
+    worst = max(by_rank.values(), key=_error)
+    factor = worst.factor
+    for difference in by_rank.values():
+        if not difference.has(worst.factor):
+            factor = None
+    return Finding(quantity, name, tuple(sorted(by_rank)), worst.error, factor)
 
 
 def _error(difference: _Difference) -> float:

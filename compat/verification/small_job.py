@@ -169,7 +169,11 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
     if getattr(config, "moe_latent_size", None):
         options["moe_latent_size"] = sizes["hidden_size"] // 2
     if isinstance(config.moe_layer_freq, list):
-        options["moe_layer_freq"] = config.moe_layer_freq[: sizes["num_layers"]]
+        layer_kinds = config.moe_layer_freq[: sizes["num_layers"]]
+        # Of a model whose first layers are dense, the last layer has the experts.
+        if 1 not in layer_kinds:
+            layer_kinds[-1] = 1
+        options["moe_layer_freq"] = layer_kinds
     return options
 
 
@@ -207,9 +211,6 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             options[field.name] = (4, 0)
         elif field.name in ("recompute_num_layers", "mtp_num_layers") and value:
             options[field.name] = 1
-        elif field.name == "recompute_modules":
-            if args.config.recompute_granularity == "selective" and value != ["core_attn"]:
-                left_out.append(f"{field.name}={value}")
         elif field.name == "moe_layer_freq" and not is_plain:
             continue  # a pattern: the small model has the part of it that its layers need
         elif value == "flex":
