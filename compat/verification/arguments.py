@@ -98,8 +98,9 @@ def _refusals() -> Iterator[None]:
             f"megatron.training needs {error.name}: pip install {error.name}"
         ) from None
     except Exception as error:
-        if isinstance(error, ImportError | SyntaxError) and with_python(error) is not error:
-            raise with_python(error) from error
+        of_python = with_python(error)
+        if of_python is not error:
+            raise of_python from error
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"Megatron refuses the arguments: {type(error).__name__}: {str(error) or frame.line}"

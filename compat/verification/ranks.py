@@ -136,9 +136,11 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     return body()
 
 
-def with_python(error: ImportError | SyntaxError) -> Exception:
+def with_python(error: Exception) -> Exception:
     """The error, with the remedy where syntax or a standard module is newer than this Python."""
-    of_python = isinstance(error, SyntaxError) or error.name in sys.stdlib_module_names
+    of_python = isinstance(error, SyntaxError)
+    if isinstance(error, ImportError):
+        of_python = error.name in sys.stdlib_module_names
     if sys.version_info >= _NEWEST_NEEDED or not of_python:
         return error
     needed = ".".join(map(str, _NEWEST_NEEDED))

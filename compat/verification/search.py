@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -70,7 +70,7 @@ class Report:
     seconds: float
     refused: str = ""  # why the model cannot have this layout
     trace: str = ""  # of the rank that refused
-    not_covered: tuple[str, ...] = field(default=NOT_COVERED)
+    not_covered = NOT_COVERED
 
     @property
     def agrees(self) -> bool:

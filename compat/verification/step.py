@@ -445,7 +445,7 @@ def _forward_step(
         output, loss = forward(number, model)
 
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
-            total, tokens, *report = loss(output)
+            total, tokens, *_ = loss(output)
             result = MicroBatchLoss(
                 micro_batch=number,
                 cp_rank=cp_rank,
@@ -453,7 +453,7 @@ def _forward_step(
                 tokens=tokens.item(),
             )
             computed.losses.append(result)
-            return total, tokens.to(torch.int), *report
+            return total, tokens.to(torch.int), {}
 
         return output, recorded
 
@@ -472,13 +472,8 @@ def _forward(
     if not getattr(config, "mtp_num_layers", None):
         inputs.pop("loss_mask", None)
     output = model(**taken(model.module.forward, inputs))
-    return output, partial(_loss, task, part)
-
-
-def _loss(task: Task, part: MicroBatch, output: torch.Tensor) -> tuple[Any, ...]:
     loss = task.loss or masked_sum
-    total, tokens = loss(output, part)
-    return total, tokens, {}
+    return output, lambda output: loss(output, part)
 
 
 def masked_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

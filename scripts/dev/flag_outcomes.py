@@ -64,7 +64,7 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("--relative-attention-*", "--no-clone-scatter*"), _STAND_IN),
     **dict.fromkeys(("*dropout", "--moe-expert-capacity*", "--moe-token-drop*"), _LEFT_OUT),
     **dict.fromkeys(("--account-for-*", "--linear-*", "--dsa-*", "--no-dsa-*"), _LEFT_OUT),
-    **dict.fromkeys(("--microbatch-group-size*", "--recompute-modules"), _LEFT_OUT),
+    "--microbatch-group-size*": _LEFT_OUT,
     **dict.fromkeys(("--mup-*", "--yarn-*", "--no-yarn-*", "--mscale*"), _WITH_ANOTHER),
     **dict.fromkeys(("--mtp-*", "--qk-clip-*", "--*-lora-rank", "--*-head-dim"), _WITH_ANOTHER),
     **dict.fromkeys(("--rotary-scaling-factor", "--rope-scaling-factor"), _WITH_ANOTHER),

@@ -124,6 +124,17 @@ def test_what_cannot_run_on_a_cpu_is_refused_by_name(row):
     assert reason in report.refused
 
 
+def test_latent_attention_under_tp_without_sequence_parallelism_differs_in_the_rotary_keys():
+    assert "multi-latent attention under tp without sequence parallelism" in DOCUMENT
+    layout = Layout(tp=2, options={**TOKENS, **LATENT_ATTENTION})
+    (report,) = compat.verify(ROTARY, uneven_batch(4), layout, smallest=False)
+    wrong_gradients = set()
+    for finding in report.findings:
+        if finding.quantity == "gradient":
+            wrong_gradients.add(finding.name)
+    assert "decoder.layers.0.self_attention.linear_kv_down_proj.weight" in wrong_gradients, report
+
+
 def _as_replicas_that_differ(layout, **where):
     from megatron.core.distributed import DistributedDataParallel
 
