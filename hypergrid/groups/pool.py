@@ -268,7 +268,7 @@ class GroupPool:
         self, label: str, groups: Iterable[Ranks], backend: str | None, error: BaseException
     ) -> CreationError:
         members = shortened(" or ".join(map(span_of, groups)) or "other ranks", 80)
-        reason = "One of them may have ended, cannot be reached, or waits for another rank."
+        reason = "One of them may have ended, is unreachable or waits."
         if isinstance(error, dist.DistNetworkError):  # torch's stores raise it, and no backend
             reason = (
                 "The store through which ranks connect is lost: the process or the host that "
