@@ -83,7 +83,7 @@ def by_members(
         if options["pg_options"] is None:
             options["pg_options"] = of_torch.nccl_options()
         options["pg_options"].lazy_init = True
-    # Torch makes a group's name from a count of groups, and asks no other rank in new_group. With the
+    # Torch makes a group's name from a count of groups, and new_group asks no other rank. With the
     # count set to this number, members alone find each other under one name.
     with of_torch.numbered(name):
         try:
