@@ -408,7 +408,7 @@ def _parameters(
 
 
 def _finding(quantity: str, name: str, by_rank: dict[int, _Difference]) -> Finding:
-    """What the ranks that differ have in common: the largest error, and a factor if it is one."""
+    """The finding on all ranks that differ: the largest error, and a factor if it is one."""
     worst = max(by_rank.values(), key=_error)
     factor = worst.factor
     for difference in by_rank.values():

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,34 @@ def test_ways_of_writing_are_read_as_bash_reads_them_or_refused():
             result = outcome(expected, words and sorted(words), is_decided=True)
             assert result != "wrong", f"{form}\nreader {words}\nbash {expected}"
             outcomes[result] += 1
-    assert outcomes["right"] >= 85, outcomes
+    assert outcomes["right"] >= 95, outcomes
+
+
+STARS = "*a" * 20
+DOUBLED = "".join(f"X{i}='X{i + 1}+X{i + 1}'\n" for i in range(40))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"X={'a' * 3000}\ntorchrun ${{X%{STARS}b}}",
+        f"X={'a' * 3000}\ncase $X in {STARS}b) torchrun y;; esac",
+        f"X={'a' * 100_000}\ntorchrun ${{X##*b}}",
+        f"{DOUBLED}X40=1\ntorchrun $((X0))",
+    ],
+    ids=["cut", "case", "long", "sums"],
+)
+def test_a_script_that_grows_as_it_is_read_ends_in_seconds(script):
+    def too_late(*_):
+        raise TimeoutError("it is still read after ten seconds")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(10)
+    try:
+        started_by_reader(f"{script}\n")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from pathlib import Path
 from compat.cli.bash import ScriptError, commands
 
 LAUNCHERS = ("torchrun", "srun", "python")
-# In place of a launcher: it appends its name and its arguments to a file.
+# In place of a launcher: it appends its name and its arguments to a file, in one write, as two may
+# run at the same time.
 STUB = """#!/bin/bash
-{ printf '%s\\0' "${0##*/}" "$@"; printf '\\n\\0'; } >> "${0%/*}/started"
+printf '%s\\0' "${0##*/}" "$@" $'\\n' >> "${0%/*}/started"
 """
 
 # By construct, in bash_scripts.txt: snippets that change NAME, which was V before; W and U are

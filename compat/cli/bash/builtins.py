@@ -90,7 +90,7 @@ def _printf(script: Script, words: list[str]) -> Status:
 
 
 def _formatted(operands: list[str]) -> str | None:
-    """What printf makes of a format and as many arguments; None if that is not followed."""
+    """The text that printf makes of a format and as many arguments; None if not followed."""
     template, *arguments = operands or [""]
     pieces = re.findall(r"%[sd]|\\n|[^%\\]", template)
     is_read = "".join(pieces) == template and not is_unknown(template)
@@ -237,12 +237,13 @@ def declare(script: Script, command: Node) -> Status:
     state = script.state
     variant = command["Variant"]["Value"]
     names: set[str] = set()
-    if "Args" not in command:
-        script.prints(None)
     arguments = list(command.get("Args", []))
     options = ""
     while arguments and literal_of(arguments[0].get("Value", {})) in ("-a", "-r", "-x"):
         options += literal_of(arguments.pop(0)["Value"])
+    # Without names it prints all variables.
+    if not arguments:
+        script.prints(None)
     # Outside of functions local is an error. In them, an array or a constant may hide another.
     is_outside = variant == "local" and not script.level
     is_hidden = script.level and (options or variant == "readonly")

@@ -15,6 +15,9 @@ COMPARED: Mapping[str, Callable[[int, int], bool]] = {
 }  # fmt: skip
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,17})")
 LITERAL = re.compile(r"[\w./:=,@%-]*")
+# Of a text that is compared with a pattern: a pattern with several * takes a power of its length.
+_LONGEST_TEXT = 4096
+_MOST_STARS = 2
 
 
 def negated(status: Status) -> Status:
@@ -22,6 +25,19 @@ def negated(status: Status) -> Status:
     if status is None:
         return None
     return not status
+
+
+def matches(expression: str | None, text: str, longest: int = _LONGEST_TEXT) -> Status:
+    """Whether a text matches a pattern of ``pattern_of``; None if that is not known."""
+    if expression is None or is_unknown(text):
+        return None
+    if re.escape(text) == expression:
+        return True
+    # Whether ? is a character or a byte depends on the locale.
+    is_read = text.isascii() and len(text) <= longest
+    if not is_read or expression.count(".*") > _MOST_STARS:
+        return None
+    return re.fullmatch(expression, text, re.S) is not None
 
 
 def holds(words: Sequence[str]) -> Status:

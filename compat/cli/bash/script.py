@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from compat.cli.bash import builtins
 from compat.cli.bash.builtins import Leaving
-from compat.cli.bash.conditions import COMPARED, LITERAL, Status, holds, negated
+from compat.cli.bash.conditions import COMPARED, LITERAL, Status, holds, matches, negated
 from compat.cli.bash.state import POSITIONAL, State, joined
 from compat.cli.bash.sums import number
 from compat.cli.bash.tree import (
@@ -82,7 +82,7 @@ class Script(Expander):
         return None
 
     def output_of(self, statements: Sequence[Node]) -> str | None:
-        """What the statements of a substitution print; None if it is not known."""
+        """The text that the statements of a substitution print; None if it is not known."""
         line = self.line
         outer_output = self.output
         self.output = ""
@@ -106,6 +106,13 @@ class Script(Expander):
             f"line {self.line} of the launch line, {plain(what)}, cannot be followed."
         )
 
+    def check_time(self) -> None:
+        """Refuse a script that takes too long to follow."""
+        if time.monotonic() > self._end:
+            raise ScriptError(
+                f"the launch line takes more than {_SECONDS} seconds to read. Paste less of it."
+            )
+
     # Ways through a script.
 
     def follow(self, statements: Iterable[Node]) -> Status:
@@ -116,10 +123,7 @@ class Script(Expander):
         return status
 
     def _statement(self, statement: Node) -> Status:
-        if time.monotonic() > self._end:
-            raise ScriptError(
-                f"the launch line takes more than {_SECONDS} seconds to read. Paste less of it."
-            )
+        self.check_time()
         self.line = self._outer_line or statement["Line"]
         if statement.keys() - _READ_OF_STATEMENT:
             self.refuse("coproc")
@@ -279,11 +283,11 @@ class Script(Expander):
         for pattern in patterns:
             if literal_of(pattern) == "*":
                 return True
-            expression = self._pattern(pattern)
-            if is_unknown(value) or expression is None:
+            status = matches(self._pattern(pattern), value)
+            if status is None:
                 self.may_happen(patterns)
                 return None
-            if re.fullmatch(expression, value, re.S):
+            if status:
                 return True
         return False
 
@@ -321,11 +325,8 @@ class Script(Expander):
             return COMPARED[operator](first_number, second_number)
         if operator in ("=", "==", "!="):
             first = self.text(test["X"])
-            expression = self._pattern(test["Y"])
-            if expression is None or is_unknown(first):
-                return None
-            matches = bool(re.fullmatch(expression, first, re.S))
-            return negated(matches) if operator == "!=" else matches
+            status = matches(self._pattern(test["Y"]), first)
+            return negated(status) if operator == "!=" else status
         # =~, <, >, parentheses, ! before several
         self.may_happen(test)
         return None

@@ -17,8 +17,10 @@ _DYNAMIC = names_in(
     "BASH_SUBSHELL BASH_ARGV0 BASH_SOURCE BASH_LINENO FUNCNAME GROUPS DIRSTACK EPOCHSECONDS "
     "EPOCHREALTIME PIPESTATUS HISTCMD COMP_WORDBREAKS OPTIND OPTARG REPLY MAPFILE PWD OLDPWD _"
 )
-# Assigning these changes how all later words are read.
-_OF_THE_SHELL = names_in("IFS GLOBIGNORE POSIXLY_CORRECT SHELLOPTS BASHOPTS BASH_COMPAT")
+# Assigning these changes how all later words are read, or what a substitution prints.
+_OF_THE_SHELL = names_in(
+    "IFS GLOBIGNORE POSIXLY_CORRECT SHELLOPTS BASHOPTS BASH_COMPAT BASH_XTRACEFD"
+)
 
 # The elements of an array; one of a text, none of a variable that is not set.
 Value: TypeAlias = list[str]

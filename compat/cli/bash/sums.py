@@ -39,6 +39,9 @@ class Words(Protocol):
     def may_happen(self, node: object) -> None:
         """Lose what an expression that is not known may assign."""
 
+    def check_time(self) -> None:
+        """Refuse a script that takes too long to follow."""
+
 
 def number(words: Words, expression: Node) -> int | Hole:
     """The value of an expression, which may assign variables; a hole if it is not known."""
@@ -172,6 +175,8 @@ def _of_word(words: Words, word: Node) -> int:
         return int(text, base=0)
     statements = []
     if NAME.fullmatch(name):
+        # With A=B+B, B=C+C and so on the values double at each name.
+        words.check_time()
         # With X=2+1, $((X * 2)) is 6: the value is an expression of its own.
         statements = statements_of(f"(({text}))")
     if len(statements) == 1 and statements[0].get("Cmd", {}).get("Type") == "ArithmCmd":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from compat.cli.bash.conditions import matches
 from compat.cli.bash.state import NAME, POSITIONAL, State
 from compat.cli.bash.sums import number
 from compat.cli.bash.tree import (
@@ -24,6 +25,7 @@ _BRACE_LIST = re.compile(r"\A[^{]*\{.*\}", re.S)
 _HOME = re.compile(r"(\A|[=:])~")
 # What is read of ${...}. The rest, such as ${X%.py} and ${!X}, is not known.
 _READ = {"Type", "Line", "Written", "Short", "Param", "Index", "Length", "Exp"}
+_LONGEST_CUT = 256  # characters of X in ${X%pattern}, where each part of it is compared
 _CUTTING = {"#", "##", "%", "%%"}
 _READ_OPERATORS = {"", "-", ":-", "+", ":+", "?", ":?", "=", ":=", *_CUTTING}
 _BRACE_RANGE = re.compile(r"\{(0|[1-9]\d{0,3})\.\.(0|[1-9]\d{0,3})\}")  # {1..8}
@@ -94,12 +96,12 @@ class Expander:
                 yield self._parameter_pieces(part, splits, in_quotes)
             elif kind == "ArithmExp":
                 yield [self._sum_text(part)], True
-            elif (
-                kind == "CmdSubst" and (output := self.output_of(part.get("Stmts", []))) is not None
-            ):
-                yield self._split([output], splits, in_quotes)
             elif kind == "CmdSubst":
-                yield [self._hole(part["Written"]) + OPEN * (not in_quotes)], in_quotes
+                output = self.output_of(part.get("Stmts", []))
+                if output is None:  # $(nproc)
+                    yield [self._hole(part["Written"]) + OPEN * (not in_quotes)], in_quotes
+                else:
+                    yield self._split([output], splits, in_quotes)
             else:
                 # <(sort x) runs what it holds; @(a|b) is a pattern.
                 self.may_happen(part)
@@ -162,7 +164,11 @@ class Expander:
                         self.state.forget(why)
 
     def output_of(self, statements: Sequence[Node]) -> str | None:
-        """What statements print in a shell of their own; None if it is not known."""
+        """The text that statements print in a shell of their own; None if it is not known."""
+        raise NotImplementedError
+
+    def check_time(self) -> None:
+        """Refuse a script that takes too long to follow."""
         raise NotImplementedError
 
     # Variables.
@@ -184,8 +190,9 @@ class Expander:
             # ${!X} may be an array, and ${X@A} several words.
             is_list = "@" in (name, index, operator) or "Excl" in part
             return [self._hole(written, name) + OPEN * is_list]
-        if "Length" in part and index in ("@", "*"):
-            return [self._length(name, written)]
+        if "Length" in part and {"@", "*"} & {name, index}:
+            array = POSITIONAL if name in ("@", "*") else name
+            return [self._length(array, written)]
         values = self.elements(name, part.get("Index"))
         if "Length" in part:
             return [self._characters(written, "".join(values))]
@@ -252,23 +259,23 @@ class Expander:
 
     def _cut(self, part: Node, text: str) -> str:
         """``${X#pattern}``, ``${X%pattern}``: the text without a part that matches."""
-        written = part["Written"]
         operator = part["Exp"]["Op"]
         pattern = pattern_of(part["Exp"].get("Word", {"Parts": []}))
         if pattern is None:
             self.may_happen(part["Exp"])
-        if pattern is None or is_unknown(text):
-            return self._hole(written, part["Param"]["Value"])
-        # From the shortest part to the longest.
-        lengths: Iterable[int] = range(len(text) + 1)
-        if len(operator) == 2:
-            lengths = reversed(range(len(text) + 1))
-        for length in lengths:
-            if operator[0] == "#" and re.fullmatch(pattern, text[:length], re.S):
-                return text[length:]
-            place = len(text) - length
-            if operator[0] == "%" and re.fullmatch(pattern, text[place:], re.S):
-                return text[:place]
+        places = list(range(len(text) + 1))
+        # The shortest part that matches counts, and the longest of ## and %%.
+        if operator not in ("#", "%%"):
+            places.reverse()
+        for place in places:
+            matched, kept = text[:place], text[place:]
+            if operator in ("%", "%%"):
+                matched, kept = kept, matched
+            status = matches(pattern, matched, _LONGEST_CUT)
+            if status is None or is_unknown(text):
+                return self._hole(part["Written"], part["Param"]["Value"])
+            if status:
+                return kept
         return text
 
     def _chosen(self, part: Node, values: list[str]) -> list[str]:
@@ -281,8 +288,8 @@ class Expander:
         is_set = name in state.values or name in state.fixed or state.why
         is_absent = not text and (":" in operator or not state.value(name))
         takes_default = operator.endswith(("-", "="))
-        if self.takes_defaults and not is_set and takes_default:
-            self.assumed.append(f"{name}={plain(self.text(operand))}")
+        is_assumed = self.takes_defaults and not is_set and takes_default
+        if is_assumed:
             is_absent = True
         elif is_unknown(text) and not plain(text):
             # It may be empty, and then the operand counts.
@@ -293,6 +300,8 @@ class Expander:
         if operator.endswith("?"):
             raise ScriptError(f"line {self.line} of the launch line ends at {part['Written']}.")
         chosen = self.text(operand)
+        if is_assumed:
+            self.assumed.append(f"{name}={plain(chosen)}")
         # Quotes in ${X:-"a b"} keep words together.
         has_quotes = any("Quoted" in word_part["Type"] for word_part in operand["Parts"])
         if (has_quotes or "\\" in part["Written"]) and chosen.split() != [chosen]:
