@@ -27,7 +27,10 @@ creations: list[Creation] = []  # the outermost first
 
 
 def another_rank_failed() -> bool:
-    """Whether a rank that creates groups with this one, which waits for others, has failed."""
+    """Whether a rank that creates groups with this one has failed.
+
+    Called while this rank waits for others, which it tells them the first time.
+    """
     if not creations:
         return False
     creation = creations[-1]
