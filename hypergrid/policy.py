@@ -142,8 +142,9 @@ class Agreement:
     """The result on which the ranks of a window have agreed."""
 
     epoch: str  # part of every group's name; never used twice in the life of the store
-    way: str = "members"  # who creates groups that torch splits off a bound default group
-    others: str = "members"  # who creates all others: "members" or "everyone"
+    # Who creates the groups of a backend that torch splits: "members", "split" or "everyone".
+    way: str = "members"
+    unsplit_way: str = "members"  # who creates the groups of the other backends
     why: str = ""  # why members alone cannot create; empty if they can
     lazy: bool = False  # whether gloo connects on first use
 
@@ -169,12 +170,17 @@ def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[s
         way = next(name for name, reason in reasons.items() if reason is None)
     elif reasons[way] is not None:
         return {"error": f"creation={way!r} is not possible here: {reasons[way]}. Use 'auto'."}
-    # With a bound default group, ranks outside a gloo group wait in torch for a split.
-    members_alone = obstacle is None and (policy.creation != "everyone" or bound is not None)
+    # A default group bound to a GPU is split for each NCCL group, but not for a gloo group.
+    unsplit_way = "members"
+    if obstacle is not None:
+        unsplit_way = "everyone"
+    elif policy.creation == "everyone" and bound is None:
+        # With a bound one, ranks outside a gloo group would wait in torch for a split.
+        unsplit_way = "everyone"
     agreement = Agreement(
         epoch=epoch,
         way=way,
-        others="members" if members_alone else "everyone",
+        unsplit_way=unsplit_way,
         why=reasons["members"] or "",
         lazy=policy.connect == "lazy" and all_can_connect_lazily,
     )

@@ -271,7 +271,7 @@ class ProcessGroupMesh:
             if self._rank in ranks and ranks in missing:
                 own_groups[label] = ranks
             created = []
-            with self.grid.agreed(proposal, repr(self)) as pool:
+            with self.grid.two_phase_commit(proposal, repr(self)) as pool:
                 if missing:
                     created = pool.make(label, own_groups, missing.copy, dims=dims, backend=backend)
             for members in missing:

@@ -65,7 +65,7 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
         owner += f", with {in_words(request.helpers)} replaced"
     pool = grid.begin(request.policy, owner)
     try:
-        with _agreed(planned_rows, pool, through_helpers):
+        with _commit_of(planned_rows, pool, through_helpers):
             _check_window(planned_rows, pool.agreement)
             if through_helpers:
                 _call_helpers(planned_rows, values, pool)
@@ -82,15 +82,15 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     return grid
 
 
-def _agreed(
+def _commit_of(
     planned_rows: PlannedRows, pool: GroupPool, through_helpers: bool
 ) -> AbstractContextManager[None]:
-    """Surrounds the creation of groups: all ranks have agreed on them, and all get theirs."""
+    """The two-phase commit in which the groups are created."""
     request = planned_rows.request
     # The ranks of a pretended world are not there to agree.
     if request.pretended_world is not None:
         return nullcontext()
-    return pool.agreed(
+    return pool.two_phase_commit(
         planned_rows.participants,
         planned_rows.proposal(),
         request.timeout,

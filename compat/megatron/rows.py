@@ -54,7 +54,8 @@ class PlannedRows:
         request = self.request
         request.positive("num_distributed_optimizer_instances")
         table_rows = rows_of(request)
-        # Upstream reads the first group's options before it looks at the instances, or after.
+        # Options are read here for their errors alone. Upstream reads those of the first group
+        # before it checks the number of instances, or after that, as the release has it.
         if RELEASE_HAS["dp_first"]:
             _options(request, table_rows[0])
         _check_instances(request, "data x context parallel size", _members(request))

@@ -73,7 +73,7 @@ def create(grid: HyperCommGrid, ranks_of: Ranks, dims_of: DimsOf) -> dict[str, P
     proposal["plan"] = hashlib.sha256(repr(ranks_of).encode()).hexdigest()
     own_rank = dist.get_rank()
     groups = {}
-    with grid.agreed(proposal, OWNER) as pool:
+    with grid.two_phase_commit(proposal, OWNER) as pool:
         for name, all_ranks in ranks_of.items():
             (own_ranks,) = (ranks for ranks in all_ranks if own_rank in ranks)
             members = {name: tuple(sorted(own_ranks))}
@@ -133,6 +133,6 @@ def create_flattened(mesh: DeviceMesh) -> tuple[GroupPool, ProcessGroup]:
         )
     name = "mesh " + "-".join(mesh.mesh_dim_names or ())
     pool = GroupPool(Agreement(""), policy, OWNER)
-    with pool.agreed(ranks, {"group": name}):
+    with pool.two_phase_commit(ranks, {"group": name}):
         (group,) = pool.make(name, {name: ranks}, lambda: [ranks])
     return pool, group

@@ -260,9 +260,9 @@ def expected(policy: Policy) -> Agreement:
 
 def way_of(agreement: Agreement, backend: str | None) -> str:
     """The way to create groups of ``backend`` under ``agreement``; the same on all ranks."""
-    if agreement.way == agreement.others or split_off(backend):
+    if agreement.way == agreement.unsplit_way or split_off(backend):
         return agreement.way
-    return agreement.others
+    return agreement.unsplit_way
 
 
 def devices_of(backend: str | None) -> dict[str, str]:

@@ -253,7 +253,7 @@ class EnvironmentTable:
             "timeout": options.get("timeout"),
         }
         groups = []
-        with self._pool.agreed(range(self.world_size), proposal):
+        with self._pool.two_phase_commit(range(self.world_size), proposal):
             for row in rows:
                 group = self._create_missing(row, group_of, options)
                 groups.append(group)

@@ -270,7 +270,7 @@ class HyperCommGrid:
                 return all_groups
 
             timeout = options.get("timeout")
-            with self.agreed(proposal, timeout=timeout, ranks=ranks) as pool:
+            with self.two_phase_commit(proposal, timeout=timeout, ranks=ranks) as pool:
                 groups = pool.make(label, members, everyone, dims=tuple(names), **options)
         # A rank outside the grid takes part where every rank must, and has no group.
         group = groups[0] if groups else None
@@ -302,14 +302,14 @@ class HyperCommGrid:
         return self.pool
 
     @contextmanager
-    def agreed(
+    def two_phase_commit(
         self,
         proposal: Mapping[str, Any],
         owner: str | None = None,
         timeout: timedelta | None = None,
         ranks: Sequence[int] | None = None,
     ) -> Iterator[GroupPool]:
-        """Create groups inside, in the pool it yields, as ``GroupPool.agreed`` does.
+        """Create groups inside, in the pool it yields, as ``GroupPool.two_phase_commit`` does.
 
         ``ranks`` are ``participants()``, for callers that have asked for them. ``hold`` then tells
         the grid which dims they are over.
@@ -319,7 +319,7 @@ class HyperCommGrid:
         if pool is None:
             pool = self.begin(_policy(), owner)
         try:
-            with pool.agreed(ranks or self.participants(), proposal, timeout):
+            with pool.two_phase_commit(ranks or self.participants(), proposal, timeout):
                 yield pool
         except BaseException:
             if is_first:

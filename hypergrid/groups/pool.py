@@ -75,7 +75,7 @@ class GroupPool:
         _live.add(self)
 
     @contextmanager
-    def agreed(
+    def two_phase_commit(
         self,
         ranks: Sequence[int],
         proposal: Mapping[str, Any],
@@ -83,7 +83,7 @@ class GroupPool:
         init_count: int | None = None,
         one_device: bool = False,
     ) -> Iterator[None]:
-        """Create groups inside by a two-phase commit: all ranks or none. *Collective* over them.
+        """Create groups inside: on all ranks, or on none. *Collective* over ``ranks``.
 
         Arguments as for ``hypergrid.agreement.commit.prepare``; each call has an epoch of its own.
         ``one_device`` lets gloo groups that connect at once share a device, see
@@ -183,14 +183,14 @@ class GroupPool:
         try:
             with self.connecting():
                 way = creation.way_of(self.agreement, backend)
-                fresh: list[ProcessGroup] = []
+                created: list[ProcessGroup] = []
                 if way != "members":
                     # Every rank leaves out the same groups, including those that it is not in.
                     missing = []
                     for ranks in everyone():
                         if owner_of(self._owners, label, ranks, kind, self.policy) is None:
                             missing.append(ranks)
-                    fresh = creation.by_world(way, label, missing, epoch, **options)
+                    created = creation.by_world(way, label, missing, epoch, **options)
                 for name, ranks in ranks_of.items():
                     owner = owner_of(self._owners, label, ranks, kind, self.policy)
                     if owner is not None:
@@ -198,7 +198,8 @@ class GroupPool:
                     elif way == "members":
                         group = creation.by_members(name, ranks, epoch, waits, **options)
                     else:
-                        group = fresh.pop(0)
+                        # by_world returns this rank's groups in the order of ranks_of.
+                        group = created.pop(0)
                     pooled = PooledGroup(label, tuple(ranks), group, dims, owner)
                     # Before any other call: a failure in it destroys what is in this list.
                     self.groups.append(pooled)

@@ -151,7 +151,7 @@ def creating():
     def make(label):
         return pool.make(label, {label: (0, 1, 2)}, lambda: [(0, 1, 2)])[0]
 
-    with pool.agreed(range(3), {}, one_device=True):
+    with pool.two_phase_commit(range(3), {}, one_device=True):
         yield pool, make
 
 

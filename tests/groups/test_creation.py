@@ -62,7 +62,7 @@ def test_one_rank_that_cannot_decides_for_all(rank):
         ps.initialize_model_parallel(**LAYOUT)
     check_all_reduce(rank)
     agreed = ps.current_state().pool.agreement
-    assert (agreed.way, agreed.others, agreed.why) == ("everyone", "everyone", "an old torch")
+    assert (agreed.way, agreed.unsplit_way, agreed.why) == ("everyone", "everyone", "an old torch")
 
 
 @on_ranks(8)
@@ -80,7 +80,7 @@ def test_where_only_some_are_bound_everyone_creates_but_gloo_twins_go_by_members
         ps.initialize_model_parallel(**LAYOUT)
     check_all_reduce(rank)
     agreed = ps.current_state().pool.agreement
-    assert (agreed.way, agreed.others) == ("everyone", "members")
+    assert (agreed.way, agreed.unsplit_way) == ("everyone", "members")
 
 
 BRINGS_NEW_GROUP = mock.Mock(new_group=lambda: None, bound_device_id=None)

@@ -82,7 +82,7 @@ def test_of_a_label_whose_second_group_fails_no_group_stays_and_more_can_be_crea
     fake_world(4)
     new_group = mock.Mock(side_effect=[dist.new_group([0, 1]), RuntimeError("no memory")])
     before = open_groups()
-    with HyperCommGrid([4], ["dp"]).agreed({"groups over": "dp"}) as pool:
+    with HyperCommGrid([4], ["dp"]).two_phase_commit({"groups over": "dp"}) as pool:
         failing = mock.patch.object(dist, "new_group", members_only(new_group))
         with failing, pytest.raises(hypergrid.CreationError, match="no memory"):
             pool.make("A", {"first": (0, 1), "second": (0, 2)}, lambda: [])
