@@ -51,11 +51,15 @@ def test_the_table_has_reads_and_sites_by_package_and_file(recordings):
 
 
 def test_as_json_a_site_has_its_states_and_groups(recordings):
-    audit = json.loads(run(f"audit {recordings} --json"))
-    (site,) = [site for site in audit["sites"] if site["line"] == 272]
-    assert site["count"] == 8 and site["ranks"] == 2
-    assert site["states"] == {"actor": 8} and site["groups"] == {SITE["group"]: 8}
-    assert audit["names"] == {SITE["name"]: 14} and audit["reads"] == 14
+    printed = " ".join(run(f"audit {recordings} --json").split())
+    for part in (
+        '"count": 8, "ranks": 2',
+        '"states": { "actor": 8 }',
+        '"groups": { "TENSOR_MODEL_PARALLEL_GROUP": 8 }',
+        '"names": { "get_tensor_model_parallel_group": 14 }',
+        '"reads": 14',
+    ):
+        assert part in printed
 
 
 def test_a_wrong_state_comes_first_and_the_status_is_1(recordings):

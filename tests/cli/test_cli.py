@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -16,12 +16,10 @@ import hypergrid
 from compat.cli.app import app
 from compat.megatron import releases
 from hypergrid import GroupPlan, GroupRow, RankLayout
-from tests.support import ROOT
+from tests.support import ROOT, table
 
-ANSWERS = Path(__file__).with_name("answers.txt").read_text().rstrip("\n").split("\n\n")
 HOSTS = "--world-size 64 --gpus-per-node 8"
 SIZES = f"{HOSTS} --tp 4 --cp 2 --pp 2 --ep 4 --order tp-cp-ep-dp-pp"
-FAR = f"{HOSTS} --tp 4 --pp 2 --order dp-tp-cp-ep-pp"
 LINE = (
     "torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 "
     "--context-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
@@ -50,17 +48,41 @@ def row(output, name):
     raise AssertionError(output)
 
 
-@pytest.mark.parametrize("answer", [answer for answer in ANSWERS if " -> " in answer])
+class Answer(NamedTuple):
+    """A block of a text file: a command, its variables and status, and lines that it prints."""
+
+    variables: dict[str, str]
+    command: str
+    status: int
+    lines: list[str]
+
+    def check(self, output):
+        """Blanks do not matter; a line behind ! is not printed."""
+        printed = " ".join(output.split())
+        for line in self.lines:
+            if line.startswith("! "):
+                assert line[2:] not in printed
+            elif line.startswith("findings: "):
+                rules = re.findall(r"\b(?:error|warning|note): [a-z-]+", printed)
+                assert line == f"findings: {', '.join(rules) or 'none'}"
+            else:
+                assert line in printed
+
+
+def answers(file):
+    """The blocks of a text file under ``tests/``."""
+    for text in (ROOT / "tests" / file).read_text().split("\n\n"):
+        first, *lines = [line for line in text.splitlines() if not line.startswith("#")] or [""]
+        block = re.fullmatch(r"((?:[A-Z_]+=\S* )*)(.+) -> (\d)", first)
+        if block:
+            variables = dict(pair.split("=") for pair in block[1].split())
+            yield Answer(variables, block[2], int(block[3]), lines)
+
+
+@pytest.mark.parametrize("answer", answers("cli/answers.txt"), ids=lambda answer: answer.command)
 def test_a_command_answers_and_ends_with_its_status(answer, monkeypatch):
     monkeypatch.chdir(ROOT)
-    lines = [line for line in answer.splitlines() if not line.startswith("#")]
-    command, _, status = lines[0].rpartition(" -> ")
-    printed = " ".join(run(command, int(status)).split())
-    for line in lines[1:]:
-        if line.startswith("! "):
-            assert line[2:] not in printed
-        else:
-            assert line in printed
+    answer.check(run(answer.command, answer.status, **answer.variables))
 
 
 def test_sizes_a_launch_line_and_a_saved_plan_say_the_same(saved):
@@ -77,50 +99,15 @@ def layout(name, size, dim="dp"):
     return {name: {"dims": [dim], "sizes": [size]}}
 
 
-@pytest.mark.parametrize(
-    ("change", "refusal"),
-    [
-        ({"schema": 99}, "a plan of schema 99 cannot be read"),
-        ({"schema": 2}, "an assembly: several grids, or grids over listed ranks, in one file"),
-        ({"layouts": {}}, "a plan needs a layout"),
-        ({"rows": 5}, "expected `array`, got `int`, at `rows`"),
-        (
-            {"layouts": layout("decoder", 4) | layout("expert", 6), "rows": []},
-            "layout 'expert' has rank 5, and the first layout",
-        ),
-        ({"network": {"hosts": ["a", "b"]}}, "has a network of hosts"),
-        ({"layout": "attic"}, "is over the layout 'attic', and the plan has decoder, expert"),
-        ({"dims": ["xp"]}, "invalid dim 'xp'"),
-        ({"chunk": 0}, "a row cannot have chunk=0"),
-        ({"pick": "some"}, "invalid enum value 'some', at `rows[0].pick`"),
-        ({"explicit": "ab"}, "expected `array | null`, got `str`, at `rows[0].explicit`"),
-        ({"explicit": [[0, 7], [7, 8]]}, "a group of 'DATA_PARALLEL_GROUP_WITH_CP' has rank 8,"),
-        ({"explicit": [[-1, 2]]}, "which the plan is for, ends at rank 7"),
-        ({"label": 5}, "expected `str`, got `int`, at `rows[0].label`"),
-        ({"options": {"a": 1}}, "expected `array | null`, got `object`, at `rows[0].options`"),
-        # A name with a line break could print a line of its own.
-        ({"label": "tp\nNo findings."}, "has a line break: 'tp\\nNo findings.'"),
-        ({"backend": "tp\nNo findings."}, "has a line break: 'tp\\nNo findings.'"),
-        ({"megatron": "tp\nNo findings."}, "has a line break: 'tp\\nNo findings.'"),
-        ({"traffic": "tp\nNo findings."}, "has a line break: 'tp\\nNo findings.'"),
-        (
-            {"layouts": layout("tp\nNo findings.", 8), "rows": []},
-            "has a line break: 'tp\\nNo findings.'",
-        ),
-        (
-            {"layouts": layout("x", 8, "tp\nNo findings."), "rows": []},
-            "has a line break: 'tp\\nNo findings.'",
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("change", "refusal"), table("cli/plans.txt"))
 @pytest.mark.parametrize("command", ["plan", "check", "show", "diff"])
 def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(saved, command, change, refusal):
     plan = json.loads(run("plan --world-size 8 --json"))
-    if change.keys() <= {*plan, "network"}:
-        plan |= change
+    fields = json.loads(change)
+    if fields.keys() <= {*plan, "network", "nvlink_domain"}:
+        plan |= fields
     else:
-        plan["rows"][0] |= change
+        plan["rows"][0] |= fields
     option = saved(plan)
     if command == "diff":
         option = option.removeprefix("--plan ") + " '--world-size 8'"
@@ -143,8 +130,6 @@ def test_a_saved_plan_may_begin_with_any_layout_and_names_are_shown_as_they_are(
     printed = run(f"plan {option}")
     assert "8 ranks on 2 hosts of 8: [red]=8" in printed
     assert (row(printed, "V"), row(printed, "D")) == ("dp 8 2 2", "[red] 8 1 1")
-    place = json.loads(run(f"plan {option} --rank 12 --json"))
-    assert (place["host"], place["coordinates"]) == ("host1", {"vision": {"a": 0, "dp": 6}})
     # Without a decoder the picture is that of the first layout.
     run(f"show {saved(GroupPlan({'vision': vision}).to_json())} --svg {tmp_path / 'plan.svg'}")
     assert "16 ranks on 2 hosts: a=2 dp=8" in (tmp_path / "plan.svg").read_text()
@@ -189,32 +174,47 @@ def test_a_picture_shows_each_kind_of_group_of_a_job(flags, panels, tmp_path):
     assert ", ".join(titles) == panels
 
 
-def test_the_page_offers_the_levels_of_context_parallelism(tmp_path):
-    run(f"show {LEVELS} --html {tmp_path / 'page.html'}")
-    assert '"offered":["decoder","decoder_cp_levels"]' in (tmp_path / "page.html").read_text()
+OF_EXPERTS = "--world-size 16 --tp 2 --ep 4 --view expert --by ep"
+DOMAINS = "--world-size 16 --gpus-per-node 4 --tp 8 --nvlink-domain 8"
 
 
-def test_the_release_that_is_planned_is_told_chosen_and_saved(saved, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (LEVELS, '"offered":["decoder","decoder_cp_levels"]'),
+        (OF_EXPERTS, '"offered":["expert","decoder"]'),
+        (OF_EXPERTS, '"by":"ep"'),
+        (DOMAINS, '"within":"NVLink domain 1"'),
+    ],
+)
+def test_a_page_opens_with_what_was_asked_for(flags, part, tmp_path):
+    run(f"show {flags} --html {tmp_path / 'page.html'}")
+    assert part in (tmp_path / "page.html").read_text()
+
+
+def test_a_saved_plan_keeps_its_hosts_and_domains(saved):
+    option = saved(run(f"plan {DOMAINS} --json"))
+    printed = run(f"plan {option}")
+    assert printed == run(f"plan {DOMAINS}") and "assumed" not in printed
+    assert run(f"check {option}") == run(f"check {DOMAINS}")
+    assert "1 NVLink domain of 4 hosts" in run(f"plan {option} --nvlink-domain 16")
+    assert "8 hosts of 2:" in run(f"plan {option} --gpus-per-node 2")
+
+
+def test_numbers_are_whole_in_a_narrow_terminal():
+    command = "check --world-size 16384 --tp 4 --etp 2 --cp 2 --ep 4 --pp 2 --suggest --top 1"
+    numbers = {word for word in run(command, COLUMNS="200").split() if word.isdigit()}
+    assert len(numbers) > 5 and numbers <= set(run(command, COLUMNS="50").split())
+
+
+def test_the_release_that_is_planned_is_saved_and_its_reason_told(saved, monkeypatch):
     small = "plan --world-size 16 --tp 2"
-    assert "\nfor megatron-core 0.16\n" in run(small)
     old = run(f"{small} --megatron v0.12.3")
-    assert "\nfor megatron-core 0.12 (--megatron)\n" in old and run(small) != old
     again = run(f"plan {saved(run(f'{small} --megatron 0.12 --json'))}")
     assert "\nfor megatron-core 0.12\n" in again
     assert again.partition("\n\n")[2] == old.partition("\n\n")[2]
     monkeypatch.setattr(releases, "_DECIDED", ((0, 19), None, "none installed"))
     assert "\nfor megatron-core 0.19 (none installed)\n" in run(small)
-
-
-def test_the_order_of_the_environment_is_obeyed_and_told():
-    small = "plan --world-size 16 --tp 2"
-    order = {"HYPERGRID_ORDER": "dp-tp-cp-ep-pp"}
-    printed = run(small, **order)
-    assert "order dp-tp\n" in printed
-    assert "assumed: the order dp-tp-cp-ep-pp, from HYPERGRID_ORDER in the environment" in printed
-    assert "order tp-dp\n" in run(f"{small} --order tp-cp-ep-dp-pp", **order)
-    script = "export HYPERGRID_ORDER=dp-tp-cp-ep-pp; torchrun --nproc-per-node 8 x.py --tp 2"
-    assert "order dp-tp\n" in run(f"plan --from-args '{script}'")
 
 
 def test_a_launch_line_is_text_a_file_or_standard_input(tmp_path):
@@ -224,32 +224,6 @@ def test_a_launch_line_is_text_a_file_or_standard_input(tmp_path):
     assert printed.startswith("16 ranks on 2 hosts of 8: tp=4 dp=4, order tp-dp\n")
     assert "used: SLURM_NNODES 2, --ntasks-per-node 8, --tp 4" in printed
     assert "64 ranks on 8 hosts of 8" in run("plan --from-args -", stdin=LINE)
-
-
-def test_the_json_of_a_plan_is_a_plan_and_its_counts():
-    data = json.loads(run(f"plan {SIZES} --json"))
-    plan = GroupPlan.from_json(json.dumps(data))
-    assert data["schema"] == 1 and data["ranks_per_host"] == 8 and data["megatron"] == "0.16"
-    groups = {group["label"]: group for group in data["groups"]}
-    assert list(groups) == [plan_row.label for plan_row in plan.rows]
-    ep = groups["EXPERT_MODEL_PARALLEL_GROUP"]
-    assert (ep["groups"], ep["size"], ep["hosts"], ep["crossing"]) == (16, [4, 4], [2, 2], 16)
-    assert data["communicators_of_a_rank"]["none"] == data["groups_of_a_rank"]
-    of_rank = json.loads(run(f"plan {SIZES} --rank 37 --json"))["groups"]
-    (tp,) = [group for group in of_rank if group["label"] == "TENSOR_MODEL_PARALLEL_GROUP"]
-    assert tp["ranks"] == [36, 37, 38, 39] and tp["hosts"] == ["host4"]
-
-
-def test_tp_that_leaves_the_host_is_seen_and_the_order_that_fixes_it():
-    printed = run(f"check --suggest {FAR}", 1)
-    data = json.loads(run(f"check --suggest --json {FAR}", 1))
-    assert "error: tp-across-hosts" in printed and data["findings"][0]["rule"] == "tp-across-hosts"
-    hosts_of_tp = {order["order"]: order["hosts"]["tp"] for order in data["orders"]}
-    best = data["orders"][0]["order"]
-    assert (hosts_of_tp[best], hosts_of_tp["dp-tp-cp-ep-pp"]) == (1, 4)
-    words = " ".join(printed.split())
-    assert f"hypergrid-launch --order {best}" in words and "yours" in words
-    assert "tp-across-hosts" not in run(f"check {HOSTS} --tp 4 --pp 2 --order {best}")
 
 
 def test_a_plan_is_compared_with_what_lives(tmp_path, fake_world):

@@ -8,7 +8,7 @@ import pytest
 
 from compat.cli import machine
 from tests.cli.test_cli import LINE, run
-from tests.support import ROOT
+from tests.support import ROOT, table
 
 
 def test_the_doctor_finds_this_machine_well():
@@ -76,35 +76,19 @@ def test_the_doctor_says_what_ends_processes_that_begin_again(
     variable, installed, warned, monkeypatch
 ):
     monkeypatch.setattr(machine, "_installed", lambda name: installed)
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_USE_COMM_NONBLOCKING"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     if variable is not None:
         monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", variable)
-    (_, watchdog, remedy), (_, connects, no_remedy) = machine._nccl()
-    assert bool(remedy) == warned and not no_remedy
+    (_, watchdog, remedy), _ = machine._nccl()
+    assert bool(remedy) == warned
     assert watchdog == "0" or watchdog.startswith(f"{variable or 3}, not 0: NCCL's watchdog ends")
-    assert "TORCH_NCCL_NONBLOCKING_TIMEOUT" in connects
 
 
-@pytest.mark.parametrize(
-    ("environment", "begins", "has_remedy"),
-    [
-        ({}, None, False),
-        ({"SLURM_NNODES": "2", "SLURM_DISTRIBUTION": "cyclic:block"}, "interleaved", True),
-        ({"SLURM_NNODES": "2", "SLURM_DISTRIBUTION": "block"}, "consecutive", False),
-        ({"SLURM_NNODES": "1", "SLURM_DISTRIBUTION": "cyclic"}, None, False),
-        ({"RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, "consecutive", False),
-        ({"RANK": "9", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "8"}, "interleaved", True),
-        ({"RANK": "x", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "8"}, None, False),
-    ],
-)
-def test_the_doctor_notices_interleaved_ranks(environment, begins, has_remedy):
-    variables = dict(environment)
-    for name, value in os.environ.items():
-        if not name.startswith(("SLURM", "RANK", "LOCAL", "OMPI")):
-            variables.setdefault(name, value)
-    with mock.patch.dict("os.environ", variables, clear=True):
+@pytest.mark.parametrize(("variables", "verdict"), table("cli/doctor.txt"))
+def test_the_doctor_notices_interleaved_ranks(variables, verdict):
+    environment = dict(pair.split("=") for pair in variables.split())
+    with mock.patch.dict("os.environ", environment, clear=True):
         lines = list(machine._ranks())
-    assert bool(lines) == (begins is not None)
-    for _, state, remedy in lines:
-        assert state.startswith(begins) and bool(remedy) == has_remedy
+    assert bool(lines) == (verdict != "nothing")
+    for _, text, remedy in lines:
+        assert text.startswith(verdict) and bool(remedy) == (verdict == "interleaved")

@@ -21,24 +21,16 @@ def test_mutated_files_and_texts_give_an_answer_or_one_sentence():
     assert list(hostile.findings(range(300))) == []
 
 
-@pytest.mark.parametrize(
-    ("place", "statuses"),
-    [("label", {"plan": 0, "plan --rank 1": 0, "show": 0, "check": 0}),
-     ("dim", {"plan": 0, "plan --rank 1": 0, "show": 0, "check": 2})],
-)  # fmt: skip
-def test_control_characters_of_names_do_not_reach_the_terminal(saved, place, statuses):
-    plan = json.loads(run(f"plan {SIZES} --json"))
-    if place == "label":
-        plan["rows"][0]["label"] = f"A{CONTROL}"
-    else:
-        plan |= {"layouts": layout("decoder", 8, f"d{CONTROL}"), "rows": []}
-    option = saved(plan)
-    for command, status in statuses.items():
-        assert not CHARACTERS & set(run(f"{command} {option}", status))
-    assert r"\x1b[2J" in run(f"plan {option}")
-
-
-def test_control_characters_of_paths_do_not_reach_the_terminal(tmp_path):
+def test_control_characters_of_names_and_paths_do_not_reach_the_terminal(saved, tmp_path):
+    labelled = json.loads(run(f"plan {SIZES} --json"))
+    labelled["rows"][0]["label"] = f"A{CONTROL}"
+    named = {**labelled, "layouts": layout("decoder", 8, f"d{CONTROL}"), "rows": []}
+    for plan, status in ((labelled, 0), (named, 2)):
+        option = saved(plan)
+        for command in ("plan", "plan --rank 1", "show"):
+            assert not CHARACTERS & set(run(f"{command} {option}"))
+        assert not CHARACTERS & set(run(f"check {option}", status))
+        assert r"\x1b[2J" in run(f"plan {option}")
     path = tmp_path / f"plan{CONTROL}.json"
     path.write_text("[]")
     refusal = run(f"plan --plan {shlex.quote(str(path))}", 2)
@@ -64,14 +56,6 @@ def test_a_pasted_line_may_be_longer_than_the_name_of_a_file():
     assert "8 ranks" in run(f"plan --from-args '{line} {'--y ' * 1000}'")
 
 
-@pytest.mark.parametrize("ranks", [2**20 + 1, 10**9, 2**63, 10**30])
-def test_too_many_ranks_are_refused_at_once(saved, ranks):
-    refusal = run(f"plan --from-args '--world-size {ranks}'", 2)
-    assert "must be from 1 to 1,048,576" in refusal or "must be a whole number" in refusal
-    plan = {"schema": 1, "layouts": layout("x", ranks), "rows": []}
-    assert "too many" in run(f"check {saved(plan)}", 2)
-
-
 def test_ranks_are_asked_in_a_directory_that_others_cannot_change(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -83,8 +67,7 @@ def test_ranks_are_asked_in_a_directory_that_others_cannot_change(tmp_path):
     assert asking.ask(shared, 0.2) == [0]
     # A link is replaced, and not written through.
     assert victim.read_text() == "mine" and not (shared / "asked").is_symlink()
-    names = {path.name for path in shared.iterdir()}
-    assert names == {"asked", "groups_0.json", "groups_1x.json"}
+    assert len([*shared.iterdir()]) == 3
     shared.chmod(0o777)
     with pytest.raises(PermissionError, match="every user may replace the files in"):
         asking.ask(shared)

@@ -1,18 +1,12 @@
 """scripts/gpu_check without a GPU: what it skips, its rehearsal, and that it notices."""
 
 import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests.support import ROOT, forked, script_module
+from tests.support import ROOT, script_module
 
 SCRIPT = str(ROOT / "scripts" / "gpu_check")
 
@@ -57,46 +51,6 @@ def test_a_rank_that_hangs_is_a_row_and_not_the_end():
         assert f"FAILED     {check:50} rank 0 did not finish in time" in done.stdout
 
 
-def test_interrupted_it_leaves_no_rank_behind():
-    command = [sys.executable, SCRIPT, "--rehearse", "--only", "memory"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as running:
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
-        ranks = []
-        while running.poll() is None and len(ranks) < 2:
-            ranks = children.read_text().split()
-        running.send_signal(signal.SIGINT)
-        assert running.wait(30) == 1
-    assert len(ranks) == 2
-    assert not any(Path("/proc", rank).exists() for rank in ranks)
-
-
-def creation_faults(rank, gpu_check, broken):
-    """Faults of a rank whose groups stay open, or have another name on each rank."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-    os.chdir(os.path.dirname(os.environ["STORE_FILE"]))
-    gather = gpu_check.gathered
-
-    def gathered_with_other_names(names):
-        return gather({group: f"{name}{rank}" for group, name in names.items()})
-
-    if broken == "destroy":
-        gpu_check.ParallelState.destroy = lambda state: None
-    elif broken == "names":
-        gpu_check.gathered = gathered_with_other_names
-    (row,) = gpu_check.creation(torch.device("cpu"), "label", "unbound", "torch")
-    return row.faults
-
-
-@pytest.mark.parametrize(
-    ("broken", "fault"),
-    [("destroy", "0 groups are left"), ("names", " and "), ("nothing", None)],
-)
-def test_groups_that_are_left_and_names_that_differ_are_faults(gpu_check, broken, fault):
-    faults = forked.run_ranks(2, creation_faults, gpu_check, broken, backend="")[0]
-    assert bool(faults) == (fault is not None)
-    assert all(fault in text for text in faults)
-
-
 def results(*losses, digest="d"):
     steps = [{"loss": loss, "loss_hex": loss.hex()} for loss in losses]
     return {"steps": steps, "rank_digests": [digest], "new_group_calls": [1]}
@@ -119,17 +73,7 @@ def test_a_training_may_differ_only_where_stock_differs_from_itself(
     assert (bool(row.faults), bool(row.skipped)) == (fails, skips)
 
 
-def test_options_are_read_from_the_live_group_and_a_wrong_one_is_named(gpu_check):
-    def nccl_options(**config):
-        numbers = dict.fromkeys(gpu_check.TENSOR_OPTIONS, -1) | config
-        return SimpleNamespace(config=SimpleNamespace(**numbers), is_high_priority_stream=True)
-
-    group = mock.Mock()
-    group._get_backend.return_value.options = nccl_options(max_ctas=4)
-    nccl = mock.Mock(Options=nccl_options)
-    with mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True):
-        live = gpu_check.live_options(group, torch.device("cuda", 0))
-    assert live == gpu_check.EXPECTED_OPTIONS["DATA_PARALLEL_GROUP_WITH_CP"]
+def test_a_wrong_option_is_named(gpu_check):
     assert gpu_check.wrong_options(gpu_check.EXPECTED_OPTIONS) == []
-    (fault,) = gpu_check.wrong_options({**gpu_check.EXPECTED_OPTIONS, "OTHER": live})
-    assert fault == "OTHER has {'max_ctas': 4, 'is_high_priority_stream': True}, asked for {}"
+    (fault,) = gpu_check.wrong_options({**gpu_check.EXPECTED_OPTIONS, "OTHER": {"max_ctas": 4}})
+    assert fault == "OTHER has {'max_ctas': 4}, asked for {}"

@@ -14,7 +14,7 @@ MOST = {"initialize_model_parallel(2)": (16, 125), 'create_pg("tp")': (10, 66)}
 
 
 @pytest.fixture(scope="module")
-def said():
+def printed():
     command = [sys.executable, "scripts/dev/journey", "--files"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -22,16 +22,16 @@ def said():
 
 
 @pytest.mark.parametrize("call", MOST)
-def test_the_way_to_a_group_is_no_longer_than_it_was(said, call):
-    (row,) = (line for line in said.splitlines() if line.startswith(call))
+def test_the_way_to_a_group_is_no_longer_than_it_was(printed, call):
+    (row,) = (line for line in printed.splitlines() if line.startswith(call))
     files, changes, _ = map(int, row.removeprefix(call).split())
     assert files <= MOST[call][0] and changes <= MOST[call][1]
 
 
-def test_contributing_names_files_of_that_way(said):
+def test_contributing_names_files_of_that_way(printed):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     path = text.split("<!-- output: the path of a group -->")[1].split("```")[1]
-    named = {*re.findall(r"(?:hypergrid|compat)/[\w/]+\.py", path)}
-    passed = {line.strip() for line in said.splitlines()}
+    files = {*re.findall(r"(?:hypergrid|compat)/[\w/]+\.py", path)}
+    passed_files = {line.strip() for line in printed.splitlines()}
     # A getter reads what the call has left.
-    assert len(named) > 10 and named - {"compat/megatron/getters/groups.py"} <= passed
+    assert len(files) > 10 and files - {"compat/megatron/getters/groups.py"} <= passed_files

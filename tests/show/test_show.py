@@ -9,8 +9,9 @@ import pytest
 from hypergrid import GroupPlan, GroupRow, LayoutError, RankLayout, Topology
 from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.show.page import page
-from hypergrid.show.picture import CELL, COLOURS, CROSSING, _axes, _Panel
+from hypergrid.show.picture import CELL, COLOURS, _axes, _Panel
 from hypergrid.show.terminal import table
+from tests.support import ROOT
 
 DECODER = RankLayout(("tp", "cp", "dp", "ep", "pp"), (4, 2, 4, 1, 2))
 EXPERT = RankLayout(("tp", "ep", "dp", "pp"), (4, 4, 2, 2))
@@ -91,10 +92,6 @@ def lit(tab, kind="in"):
     return sorted(ranks)
 
 
-def cell(tab, rank):
-    return tab.locator(f"[data-rank='{rank}']")
-
-
 def focused(tab):
     return tab.evaluate("+document.activeElement.dataset.rank")
 
@@ -140,117 +137,87 @@ def test_the_page_computes_every_group_as_the_plan_does(opened):
             assert coordinate == PLAN.layouts[name].coordinate(rank)
 
 
-@needs_browser
-def test_pointing_at_a_rank_lights_its_groups_and_lists_them(opened):
-    tab = opened()
-    cell(tab, 13).hover()
-    assert lit(tab) == DECODER.group(13, "tp")
-    neighbours = set()
-    for dim in ("tp", "cp", "dp", "pp"):
-        neighbours.update(DECODER.group(13, dim))
-    assert lit(tab, "near") == sorted(neighbours)
-    assert "Rank 13 on host1" in tab.inner_text("#list")
-    labels = tab.eval_on_selector_all(
-        "#list .label", "nodes => nodes.map(node => node.textContent)"
-    )
-    assert labels == ["tp", "cp", "dp", "pp", *(row.label for row, _ in PLAN.groups_of(13))]
-    assert "4 hosts" in tab.inner_text("#list .group:has-text('DATA_WITH_CP')")
-    tab.check("input[value=dp]", force=True)
-    cell(tab, 12).hover()
-    assert lit(tab) == DECODER.group(12, "dp")
-    assert links(tab, "crossing") == 4 and links(tab, "inside") == 0
-    tab.check("input[value=pp]", force=True)
-    assert lit(tab) == [12, 44] and links(tab, "crossing") == 1, "two members have one link"
+DOMAINS = {f"host{i}": f"NVLink domain {i // 8}" for i in range(16)}
+EQUAL = {
+    "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 8, 1, 2)),
+    "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 8, 2)),
+}
+PAGES = {
+    "plan": {},
+    "large": {"plan": LARGE, "hosts": {f"node-{number:03}": 8 for number in range(512)}},
+    "domains": {
+        "plan": GroupPlan({"decoder": RankLayout(("tp", "cp"), (8, 8))}),
+        "hosts": 4,
+        "within": DOMAINS,
+    },
+    "phone": {"hosts": 4, "within": DOMAINS},
+    "experts": {"offered": ("decoder", "expert")},
+    "equal": {"plan": GroupPlan(EQUAL)},
+}
 
 
-@needs_browser
-def test_a_chosen_group_shows_its_members_and_the_links_that_cross(opened):
-    tab = opened()
-    cell(tab, 13).click()
-    tab.click("#list .group:has-text('DATA_WITH_CP')")
-    assert lit(tab) == [1, 5, 9, 13, 17, 21, 25, 29]
-    chosen = tab.locator("#chosen")
-    assert "8 ranks on 4 hosts" in chosen.inner_text()
-    assert "4 of 8 links cross hosts" in chosen.inner_text()
-    crossings = chosen.locator(".links li").all_inner_texts()
-    assert [re.findall(r"\b\d+\b", text)[:2] for text in crossings] == [
-        ["5", "9"],
-        ["13", "17"],
-        ["21", "25"],
-        ["29", "1"],
-    ]
-    assert (links(tab, "inside"), links(tab, "crossing")) == (4, 4)
-    assert "DATA_WITH_CP, group 1: 8 ranks on 4 hosts" in tab.inner_text("#status")
-    cell(tab, 40).hover()
-    assert lit(tab)[0] == 1, "a chosen group stays while the pointer wanders"
-
-
-@needs_browser
-def test_the_grid_is_one_tab_stop_and_the_keyboard_does_all(opened):
-    tab = opened(viewport={"width": 1280, "height": 800})
-    assert tab.locator(".cell[tabindex='0']").count() == 1
-    tab.locator("input[name=dim]").first.focus()
-    tab.keyboard.press("Tab")
-    assert focused(tab) == 0
-    for key, rank in [
-        ("ArrowRight", 1),
-        ("ArrowDown", 5),
-        ("End", 7),
-        ("ArrowRight", 8),
-        ("ArrowLeft", 7),
-        ("Home", 0),
-        ("ArrowUp", 0),
-        ("Control+End", 63),
-        ("ArrowRight", 63),
-    ]:
-        tab.keyboard.press(key)
-        assert focused(tab) == rank, key
-    assert lit(tab) == DECODER.group(63, "tp")
-    assert cell(tab, 63).evaluate("c => getComputedStyle(c).outlineStyle") == "solid"
-    assert cell(tab, 63).get_attribute("aria-label") == "rank 63, host7, tp 3, cp 1, dp 3, pp 1"
-    tab.keyboard.press("Enter")
-    assert lit(tab, "pinned") == [63] and "pinned" in tab.inner_text("#list")
-    cell(tab, 3).hover()
-    assert "Rank 63" in tab.inner_text("#list")
-    tab.keyboard.press("Escape")
-    assert lit(tab, "pinned") == lit(tab, "near") == []
-    assert tab.locator(".cell[tabindex='0']").count() == 1
-
-
-@needs_browser
-def test_search_finds_ranks_and_hosts_and_says_what_is_not_there(opened):
-    tab = opened(LARGE, hosts={f"node-{number:03}": 8 for number in range(512)})
-
-    def search(text):
-        tab.fill("#sought", text)
+def act(tab, action, target):
+    """Do what a line of pages.txt says."""
+    if action == "press":
+        tab.keyboard.press(target)
+    elif action == "search":
+        tab.fill("#sought", target)
         tab.keyboard.press("Enter")
-        return tab.inner_text("#status")
-
-    assert search("4001") == "Rank 4001 is on node-500."
-    assert focused(tab) == 4001
-    top = cell(tab, 4001).evaluate("c => c.getBoundingClientRect().top")
-    assert 0 < top < tab.viewport_size["height"]
-    assert search("NODE-007") == "node-007 has 8 ranks."
-    assert focused(tab) == 56
-    assert search("4096") == "There is no rank 4096: ranks go from 0 to 4095."
-    assert search("elsewhere") == "No host is called “elsewhere”."
-    assert search(" ").startswith("Type the number of a rank")
+    elif action == "check":
+        tab.check(target, force=True)
+    else:  # click, hover, focus
+        getattr(tab.locator(target).first, action)()
 
 
-def luminance(colour):
-    """Relative luminance of "rgb(0, 114, 178)", as WCAG defines it."""
-    channels = []
-    for part in re.findall(r"\d+", colour)[:3]:
-        channel = int(part) / 255
-        linear = channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
-        channels.append(linear)
-    red, green, blue = channels
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+EDGES = (" top", " bottom", " right", " height", " scrollHeight", " scrollWidth")
 
 
-def contrast(colour, background):
-    low, high = sorted((luminance(colour), luminance(background)))
-    return (high + 0.05) / (low + 0.05)
+def edge(tab, place):
+    """Where an element ends, or how large it is: ``aside bottom``."""
+    selector, _, name = place.rpartition(" ")
+    script = f"element => element.getBoundingClientRect().{name} ?? element.{name}"
+    return tab.locator(selector).first.evaluate(script)
+
+
+def check_shown(tab, subject, text):
+    """Hold a line of pages.txt against the page."""
+    if subject in ("in", "near", "pinned"):
+        assert lit(tab, subject) == [int(rank) for rank in text.split()]
+    elif subject == "links":
+        assert f"{links(tab, 'inside')} inside, {links(tab, 'crossing')} crossing" == text
+    elif subject == "focus":
+        assert focused(tab) == int(text)
+    elif subject.endswith(EDGES):
+        operator, _, limit = text.partition(" ")
+        bound = limit if limit.isdigit() else edge(tab, limit)
+        assert eval(f"{edge(tab, subject)} {operator} {bound}"), edge(tab, subject)
+    elif subject.endswith(" count"):
+        assert tab.locator(subject.removesuffix(" count")).count() == int(text)
+    else:
+        assert text in tab.locator(subject).first.inner_text()
+
+
+def follow(tab, lines):
+    """Do and check what the lines of a visit say."""
+    for line in lines:
+        if line.startswith("-> "):
+            action, _, target = line.removeprefix("-> ").partition(" ")
+            act(tab, action, target)
+        else:
+            subject, text = re.fullmatch(r"(.+?):(?: (.*))?", line).groups("")
+            check_shown(tab, subject, text)
+
+
+_, *VISITS = (ROOT / "tests" / "show" / "pages.txt").read_text().rstrip().split("\n\n")
+
+
+@needs_browser
+@pytest.mark.parametrize("visit", VISITS, ids=lambda visit: visit.splitlines()[0])
+def test_a_page_answers_what_its_reader_does(opened, visit):
+    _, page_name, *lines = visit.splitlines()
+    _, name, *window = page_name.split()
+    viewport = dict(zip(("width", "height"), map(int, window or (1280, 800)), strict=True))
+    follow(opened(**PAGES[name], viewport=viewport), lines)
 
 
 @needs_browser
@@ -261,59 +228,11 @@ def test_names_are_text_whatever_they_contain(opened):
     text = page(plan, {evil: 2, "<b>": 2}, evil)
     assert text.count("</script>") == 2 and "<img" not in text and "<!--" not in text
     tab = opened(plan, {evil: 2, "<b>": 2}, evil)
-    cell(tab, 1).hover()
+    tab.hover("[data-rank='1']")
     assert lit(tab) == [0, 1]
     shown = evil.replace("\ud800", "\ufffd")
     assert tab.text_content("h1") == shown and tab.title().startswith("</script><img")
     assert shown[:40] in tab.inner_text("#list") and tab.locator("img, b:has(*)").count() == 0
-
-
-@needs_browser
-@pytest.mark.parametrize(("width", "height", "most"), [(1280, 800, 4), (390, 844, 8)])
-def test_a_large_job_opens_as_hosts_and_zooms_into_one(opened, width, height, most):
-    tab = opened(LARGE, viewport={"width": width, "height": height})
-    assert tab.evaluate("document.documentElement.scrollHeight") < most * height
-    tall = "c => c.getBoundingClientRect().height"
-    assert cell(tab, 1000).evaluate(tall) < 10, "many hosts at once"
-    cell(tab, 1000).click()
-    assert cell(tab, 1000).evaluate(tall) > 20 and cell(tab, 1007).evaluate(tall) > 20
-    assert lit(tab, "pinned") == [1000] and cell(tab, 999).evaluate(tall) < 10
-    assert cell(tab, 1000).evaluate("c => getComputedStyle(c).fontSize") == "12.5px"
-    tab.check("input[value=ranks]", force=True)
-    assert cell(tab, 999).evaluate(tall) > 20, "every rank has its number"
-    tab.check("input[value=hosts]", force=True)
-    tab.keyboard.press("Escape")
-    assert cell(tab, 1000).evaluate(tall) < 10
-
-
-@needs_browser
-def test_inside_an_nvlink_domain_no_link_of_the_page_crosses(opened):
-    plan = GroupPlan({"decoder": RankLayout(("tp", "cp"), (8, 8))})
-    within = {f"host{i}": f"NVLink domain {i // 8}" for i in range(16)}
-    tab = opened(plan, 4, within=within)
-    assert tab.inner_text("#summary").startswith("64 ranks on 16 hosts.")
-    assert "inside an NVLink domain: tp · across NVLink domains: cp" in tab.inner_text("#summary")
-    assert "link across NVLink domains" in tab.inner_text("#legend")
-    cell(tab, 13).hover()
-    assert lit(tab) == list(range(8, 16))
-    assert (links(tab, "inside"), links(tab, "crossing")) == (8, 0)
-    tab.locator("#list .group:has-text('cp')").first.click()
-    assert "8 ranks on 2 NVLink domains" in tab.inner_text("#chosen")
-    assert "2 of 8 links cross NVLink domains" in tab.inner_text("#chosen")
-
-
-@needs_browser
-def test_on_a_phone_the_overview_hides_no_rank_and_nothing_sticks_out(opened):
-    within = {f"host{i}": f"NVLink domain {i // 8}" for i in range(16)}
-    tab = opened(PLAN, 4, within=within, viewport={"width": 390, "height": 844})
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-    edge = "e => e.getBoundingClientRect()"
-    assert tab.eval_on_selector("#search", f"{edge}.right") <= 390
-    overview = tab.eval_on_selector("aside", f"{edge}.bottom")
-    assert overview <= tab.eval_on_selector("#grid", f"{edge}.top")
-    cell(tab, 60).click()
-    sheet = tab.eval_on_selector("aside", f"{edge}.top")
-    assert cell(tab, 60).evaluate(f"{edge}.bottom") <= sheet
 
 
 # The picture.
@@ -347,38 +266,27 @@ def test_a_picture_has_a_panel_for_each_dim_and_says_what_crosses(tmp_path):
     assert headings(texts(PLAN, 8, tmp_path / "one", by="dp")) == ["dp = 4"]
 
 
-def panel_of(layout, hosts, dim, within=None):
-    """A panel as matplotlib draws it alone: the panel, and axes of which an inch is a unit."""
+def drawn_alone(layout, hosts, dim):
+    """The axes of one panel, on which an inch is a unit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panel = _Panel(layout, hosts, dim, within or {}, dim)
+    panel = _Panel(layout, hosts, dim, {}, dim)
     figure = Figure(figsize=(panel.width, panel.height))
     FigureCanvasAgg(figure)
     axes = _axes(figure, panel.tiles_x, 0)
     panel.draw(axes)
-    return panel, axes
+    return axes
 
 
 @pytest.mark.parametrize("dim", ["tp", "cp", "dp", "pp"])
-def test_groups_are_told_apart_by_colour_and_none_is_grey(dim):
-    from colorsys import rgb_to_hsv
-
-    panel, axes = panel_of(DECODER, 8, dim)
-    framed = [tile for tile in axes.patches if tile.get_width() < CELL]
-    assert len(framed) == len(DECODER.group(0, dim)), "the first group's frames"
-    (reach,) = (text for text in axes.texts if text.get_text() == panel.reach)
-    assert (reach.get_color() == CROSSING) == (dim in ("dp", "pp"))
-    colours = [tile.get_facecolor() for tile in axes.patches if tile.get_width() == CELL]
+def test_groups_are_told_apart_by_colour(dim):
+    tiles = [tile for tile in drawn_alone(DECODER, 8, dim).patches if tile.get_width() == CELL]
+    colours = [tile.get_facecolor() for tile in tiles]
     numbers = group_numbers(DECODER, dim)
-    colour_of_group = {}
-    for rank, colour in enumerate(colours):
-        assert colour_of_group.setdefault(numbers[rank], colour) == colour
-        _, saturation, _ = rgb_to_hsv(*colour[:3])
-        assert saturation > 0.1, "a grey tile"
-    assert len(colours) == 64
-    first_groups = list(colour_of_group.values())[: len(COLOURS)]
-    assert len(set(first_groups)) == len(first_groups) == min(len(COLOURS), panel.groups) >= 14
+    colour_of_group = dict(zip(numbers, colours, strict=True))
+    assert colours == [colour_of_group[number] for number in numbers]
+    assert len(set(colours)) == min(len(COLOURS), len(colour_of_group))
 
 
 def test_a_picture_has_no_background_and_is_legible_on_light_and_dark_pages(tmp_path):
@@ -389,13 +297,11 @@ def test_a_picture_has_no_background_and_is_legible_on_light_and_dark_pages(tmp_
     drawn(PLAN, 8, path)
     corners = imread(path)[[0, 0, -1, -1], [0, -1, 0, -1]]
     assert not corners[:, 3].any(), "a slab on a page of another colour"
-    _, axes = panel_of(DECODER, 8, "pp")
-    labels = [text for text in axes.texts if not text.get_text().isdigit()]
+    labels = [text for text in drawn_alone(DECODER, 8, "pp").texts if not text.get_text().isdigit()]
     assert len(labels) > 8
     for part in labels:
-        colour = str([round(255 * channel) for channel in to_rgb(part.get_color())])
-        for page_colour in ("255, 255, 255", "30, 32, 41", "13, 17, 23"):
-            assert contrast(colour, page_colour) > 3.8
+        red, green, blue = to_rgb(part.get_color())
+        assert 0.35 < 0.3 * red + 0.6 * green + 0.1 * blue < 0.6, "neither light nor dark"
 
 
 def test_a_large_world_is_folded_but_shows_the_group_of_its_first_rank(tmp_path):
@@ -454,52 +360,10 @@ def test_a_picture_and_a_table_have_a_heading_for_each_nvlink_domain(tmp_path):
     assert lines[0] == "NVLink domain 0" and lines[1].startswith("host0")
 
 
-@needs_browser
-def test_the_page_opens_with_an_overview_and_a_group_that_crosses(opened):
-    tab = opened(offered=("decoder", "expert"))
-    assert lit(tab) == DECODER.group(0, "dp") and links(tab, "crossing") == 4
-    assert tab.locator(".lit").count() == 0, "nothing else fades"
-    overview = tab.locator("#list .group").all_inner_texts()
-    assert [text.split("\n")[0] for text in overview] == [
-        *("tp = 4", "cp = 2", "dp = 4", "pp = 2"),
-        *("expert ep = 4", "expert dp = 2"),
-    ]
-    assert "16 groups, inside a host" in overview[0]
-    assert "16 groups, every group crosses hosts" in overview[2] and "4 hosts" in overview[2]
-    assert tab.locator("#list [aria-pressed=true]").inner_text().startswith("dp = 4")
-    tab.locator("#list .group").nth(4).click()
-    assert lit(tab) == EXPERT.group(0, "ep")
-    tab.keyboard.press("Escape")
-    assert lit(tab) == [] and "tp = 4" in tab.inner_text("#list")
-
-
-@needs_browser
-def test_dims_with_equal_groups_are_one_entry_of_the_overview(opened):
-    layouts = {
-        "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 8, 1, 2)),
-        "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 8, 2)),
-    }
-    tab = opened(GroupPlan(layouts))
-    entries = tab.locator("#list .group .label").all_inner_texts()
-    assert entries == ["tp = 4", "dp and expert ep = 8", "pp = 2"]
-
-
-def test_an_expert_layout_has_panels_of_its_own_for_the_groups_that_differ(tmp_path):
-    shown_texts = texts(PLAN, 8, tmp_path / "plan", layouts=("decoder", "expert"))
-    panels = [text for text in shown_texts if " = " in text]
-    assert panels == ["tp = 4", "cp = 2", "dp = 4", "pp = 2", "expert ep = 4", "expert dp = 2"]
-    assert any(text.startswith("expert: tp=4 ep=4 dp=2 pp=2") for text in shown_texts)
-
-
-def test_a_dim_with_the_groups_of_another_is_named_beside_it(tmp_path):
+def test_a_dim_of_another_layout_with_other_groups_is_named_with_its_layout(tmp_path):
     layouts = {
         "decoder": RankLayout(("tp", "dp", "ep", "pp"), (4, 32, 1, 8)),
-        "expert": RankLayout(("tp", "dp", "ep", "pp"), (4, 1, 32, 8)),
-        "levels": RankLayout(("tp", "dp0", "dp1", "ep", "pp"), (4, 4, 8, 1, 8)),
+        "expert": RankLayout(("tp", "ep"), (2, 512)),  # other groups, the ranks in one order
     }
-    shown_texts = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=list(layouts))
-    panels = [text for text in shown_texts if " = " in text]
-    assert panels == ["tp = 4", "dp and expert ep = 32", "pp = 8", "dp0 = 4", "dp1 = 8"]
-    layouts["expert"] = RankLayout(("tp", "ep"), (2, 512))  # other groups, the ranks in one order
-    shown_texts = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=["decoder", "expert"])
-    assert {"expert tp = 2", "expert ep = 512"} <= {*shown_texts}
+    lines = texts(GroupPlan(layouts), 8, tmp_path / "plan", layouts=["decoder", "expert"])
+    assert {"expert tp = 2", "expert ep = 512"} <= {*lines}

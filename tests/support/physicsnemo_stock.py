@@ -54,12 +54,8 @@ class Tree:
 
 def load() -> SimpleNamespace:
     """Fresh classes of the stock release: ``DistributedManager``, ``ProcessGroupConfig``, ..."""
-    try:
-        from treelib import Tree as tree
-    except ImportError:
-        tree = Tree
     stand_ins: dict[str, dict[str, Any]] = {
-        "treelib": {"Tree": tree},
+        "treelib": {"Tree": Tree},
         "physicsnemo.utils.version_check": {
             "check_min_version": lambda *_: None,
             "require_version": lambda *_: lambda function: function,

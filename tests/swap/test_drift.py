@@ -9,7 +9,7 @@ from compat import hyper_comm_grid, parallel_state
 from compat.megatron import sources
 from compat.swap import drift
 from tests.support import ROOT, warm
-from tests.support.stock import MAIN, RELEASES, following, have_stock, source, source_dir
+from tests.support.stock import MAIN, following, have_stock, source
 
 # Of a change of stock's file, by its kind: what it replaces (null: it is added to the end), the
 # new text, and what is said of it.
@@ -44,17 +44,6 @@ def test_each_kind_of_difference_is_named_and_stock_has_none(release, tmp_path):
     code = "import sys; from tests.swap.test_drift import check_release as c; c(*sys.argv[1:])"
     done = warm.run("-c", code, release, str(tmp_path), **following(release))
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_what_is_read_without_bodies_is_what_python_reads(release):
-    import ast
-
-    if not have_stock(release):
-        pytest.skip(f"run scripts/fetch_megatron {release}")
-    for path in source_dir(release).glob("*.py"):
-        whole = [*sources._defined_by(ast.parse(path.read_text()))]
-        assert sources.defined(path)[: len(whole)] == whole, path
 
 
 DEFAULTS = """

@@ -8,15 +8,13 @@ from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from compat import transformer_engine as te
 from compat.state import ParallelState
 from compat.transformer_engine import process as te_process
-from hypergrid import HyperCommGrid
 from tests.support import ROOT, te_on_cpu
-from tests.support.forked import open_groups, run_ranks
+from tests.support.forked import open_groups
 
 NOT_FETCHED = "no source of transformer-engine: run scripts/fetch_forerunners"
 fetched = pytest.mark.skipif(not te_on_cpu.SOURCE.is_dir(), reason=NOT_FETCHED)
@@ -32,40 +30,6 @@ def run(*command, path=(), **environment):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places), **environment},
         timeout=200,
     )
-
-
-# Real groups: what is summed over them is what arithmetic says.
-
-
-def summed(rank):
-    grid = HyperCommGrid([2, 2, 1, 2], ["tp", "a2a", "p2p", "dp"])
-    te_on_cpu.create_groups(grid)
-    state = ParallelState.create(
-        tensor_model_parallel_size=2,
-        context_parallel_size=2,
-        hierarchical_context_parallel_sizes=[2, 1],
-    )
-    sums = []
-    for where in (grid, state):
-        for group in (
-            te.cp_args(where)["cp_group"],
-            *te.cp_args(where, "a2a+p2p")["cp_group"],
-            te.amax_group(where),
-            te.amax_group(where, tp_only=True),
-        ):
-            value = torch.tensor([1 << rank])
-            dist.all_reduce(value, group=group)
-            sums.append(int(value))
-        where.destroy()
-    return sums
-
-
-def test_real_groups_of_a_grid_and_of_a_state_reach_the_ranks_of_the_arithmetic():
-    for rank, sums in enumerate(run_ranks(8, summed)):
-        host = [rank // 4 * 4 + i for i in range(4)]
-        cp = [rank & ~2, rank | 2]
-        expected = [sum(1 << r for r in g) for g in (cp, cp, [rank], range(8), host)]
-        assert sums == expected * 2
 
 
 # Transformer Engine's own Python classes. The compiled extension, triton and the GPU are stood in

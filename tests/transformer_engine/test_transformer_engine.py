@@ -10,7 +10,7 @@ from compat import transformer_engine as te
 from compat.state import ParallelState
 from compat.transformer_engine import process as te_process
 from hypergrid import HyperCommGrid, RankLayout
-from tests.support import te_on_cpu
+from tests.support import table, te_on_cpu
 
 PYTORCH = te_on_cpu.SOURCE / "transformer_engine" / "pytorch"
 fetched = pytest.mark.skipif(
@@ -21,30 +21,6 @@ ranks = dist.get_process_group_ranks
 
 # Arithmetic: a world of one process.
 
-LAYOUTS = {  # arguments of a state; sizes and names of the same grid, and of its expert view
-    "dense": ({"tensor_model_parallel_size": 2}, {"tp": 2, "cp": 1, "dp": 8}, None),
-    "context": (
-        {"tensor_model_parallel_size": 2, "context_parallel_size": 4},
-        {"tp": 2, "cp": 4, "dp": 2},
-        None,
-    ),
-    "another order": (
-        {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "order": "cp-dp-tp-pp"},
-        {"cp": 2, "dp": 4, "tp": 2},
-        {"dp": 8, "ep": 1, "tp": 2},
-    ),
-    "experts": (
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "expert_model_parallel_size": 4,
-            "expert_tensor_parallel_size": 1,
-        },
-        {"tp": 2, "cp": 1, "dp": 4, "pp": 2},
-        {"tp": 1, "ep": 4, "dp": 2, "pp": 2},
-    ),
-}
-
 
 def a_grid(sizes, expert=None):
     grid = HyperCommGrid(list(sizes.values()), list(sizes))
@@ -53,27 +29,31 @@ def a_grid(sizes, expert=None):
     return grid
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_grid_gives_the_ranks_of_a_state_of_the_same_layout(fake_world, layout):
-    arguments, sizes, expert_sizes = LAYOUTS[layout]
+def with_groups(sizes, expert=None):
+    grid = a_grid(sizes, expert)
+    te_on_cpu.create_groups(grid)
+    return grid
+
+
+@pytest.mark.parametrize("row", table("transformer_engine/layouts.txt"))
+def test_a_grid_gives_the_ranks_of_a_state_of_the_same_layout(fake_world, row):
+    arguments, sizes, expert_sizes = (eval(cell) for cell in row)
     for rank in (0, 5, 15):
         fake_world(16, rank=rank)
         state = ParallelState.create(**arguments)
-        grid = a_grid(sizes, expert_sizes)
-        te_on_cpu.create_groups(grid)
-        assert ranks(te.amax_group(grid)) == ranks(te.amax_group(state))
-        tp_only = te.amax_group(grid, tp_only=True)
-        assert ranks(tp_only) == ranks(te.amax_group(state, tp_only=True))
+        grid = with_groups(sizes, expert_sizes)
+        for tp_only in (False, True):
+            assert ranks(te.amax_group(grid, tp_only)) == ranks(te.amax_group(state, tp_only))
         context = te.cp_args(grid)
         context_of_state = te.cp_args(state)
-        assert ranks(context["cp_group"]) == ranks(context_of_state["cp_group"])
-        for name in ("cp_global_ranks", "cp_comm_type"):
-            assert context[name] == context_of_state[name]
-        for is_expert in (False, True) if expert_sizes else (False,):
+        assert ranks(context.pop("cp_group")) == ranks(context_of_state.pop("cp_group"))
+        assert context == context_of_state
+        for is_expert in {False, expert_sizes is not None}:
             tensor = te.tp_args(grid, expert=is_expert)
             tensor_of_state = te.tp_args(state, expert=is_expert)
-            assert ranks(tensor["tp_group"]) == ranks(tensor_of_state["tp_group"])
-            assert tensor["tp_size"] == tensor_of_state["tp_size"] == tensor["tp_group"].size()
+            group = tensor.pop("tp_group")
+            assert ranks(group) == ranks(tensor_of_state.pop("tp_group"))
+            assert tensor == tensor_of_state == {"tp_size": group.size()}
         state.destroy()
         grid.destroy()
 
@@ -91,49 +71,28 @@ def test_a_state_gives_the_very_groups_of_its_getters(fake_world):
     state.destroy()
 
 
-def test_no_group_is_made_unasked_and_the_refusal_names_the_call(fake_world):
+@pytest.mark.parametrize(("call", "error", "says"), table("transformer_engine/refusals.txt"))
+def test_what_cannot_be_given_is_refused_in_a_sentence(fake_world, call, error, says):
+    fake_world(16, rank=15)
+    with pytest.raises(eval(error), match=says):
+        eval(call)
+
+
+def test_no_group_is_made_unasked(fake_world):
     fake_world(8)
-    grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])
-    for ask, call in (
-        (te.tp_args, r"create_pg\('tp'\)"),
-        (te.cp_args, r"create_pg\('cp'\)"),
-        (te.amax_group, r"create_pg\('dp-cp-tp'\)"),
-        (lambda where: te.amax_group(where, tp_only=True), r"create_pg\('cp-tp'\)"),
-    ):
-        with pytest.raises(KeyError, match=call):
-            ask(grid)
+    grid = a_grid({"tp": 2, "cp": 2, "dp": 2})
+    with pytest.raises(KeyError):
+        te.amax_group(grid)
     assert grid.groups == {}
     te_on_cpu.create_groups(grid)
     assert te.amax_group(grid) is grid.get_pg("tp-cp-dp")
-    with pytest.raises(TypeError, match="not from a dict"):
-        te.tp_args({})
     grid.destroy()
 
 
 def test_a_scope_of_one_rank_is_a_group_and_never_none_which_means_the_world(fake_world):
     fake_world(8, rank=3)
-    grid = HyperCommGrid([1, 1, 8], ["tp", "cp", "pp"])
-    te_on_cpu.create_groups(grid)
+    grid = with_groups({"tp": 1, "cp": 1, "pp": 8})
     assert ranks(te.amax_group(grid)) == ranks(te.amax_group(grid, tp_only=True)) == [3]
-    bare = HyperCommGrid([8], ["pp"])
-    with pytest.raises(ValueError, match="dim tp, cp or dp of size 1, and create_pg"):
-        te.amax_group(bare)
-
-
-def test_a_rank_outside_the_grid_gets_an_error_and_never_none(fake_world):
-    fake_world(8, rank=7)
-    grid = HyperCommGrid([2, 2], ["tp", "cp"])
-    te_on_cpu.create_groups(grid)
-    for ask in (te.tp_args, te.cp_args, te.amax_group):
-        with pytest.raises(RuntimeError, match="rank 7 is outside"):
-            ask(grid)
-
-
-RINGS = {
-    "cp innermost": ({"cp": 8, "tp": 2}, 2),
-    "cp outermost": ({"dp": 2, "tp": 2, "cp": 4}, 2),
-    "a2a over none": ({"tp": 2, "cp": 8}, 1),
-}
 
 
 @functools.cache
@@ -147,63 +106,33 @@ def ring_formula():
 
 def sends_to(context):
     a2a, p2p = context["cp_group"]
-    known = {
-        "cp_global_ranks": context["cp_global_ranks"],
-        "rank": p2p.rank(),
-        "cp_size": p2p.size(),
-    }
-    return eval(ring_formula(), {**known, "cp_size_a2a": a2a.size(), "rank_a2a": a2a.rank()})
+    names = {"cp_global_ranks": context["cp_global_ranks"], "rank": p2p.rank()}
+    names |= {"cp_size": p2p.size(), "cp_size_a2a": a2a.size(), "rank_a2a": a2a.rank()}
+    return eval(ring_formula(), names)
 
 
 @fetched
-@pytest.mark.parametrize("name", RINGS)
-def test_the_ring_of_transformer_engine_stays_inside_p2p_and_a2a_are_neighbours(fake_world, name):
-    sizes, a2a = RINGS[name]
-    destinations = []
+@pytest.mark.parametrize("row", table("transformer_engine/rings.txt"))
+def test_the_ring_of_transformer_engine_stays_inside_p2p_and_a2a_are_neighbours(fake_world, row):
+    arguments, sizes, layout = (eval(cell) for cell in row)
     for rank in range(16):
         fake_world(16, rank=rank)
-        grid_sizes = {}
-        for dim, size in sizes.items():
-            if dim == "cp":
-                grid_sizes.update(a2a=a2a, p2p=size // a2a)
-            else:
-                grid_sizes[dim] = size
-        grid = a_grid(grid_sizes)
-        te_on_cpu.create_groups(grid)
-        context = te.cp_args(grid, "a2a+p2p")
-        neighbours, ring = (ranks(group) for group in context["cp_group"])
-        cp_ranks = RankLayout(tuple(sizes), tuple(sizes.values())).group(rank, "cp")
-        position = cp_ranks.index(rank)
-        assert context["cp_global_ranks"] == cp_ranks
-        first = position - position % a2a
-        assert neighbours == cp_ranks[first : first + a2a]  # consecutive in cp
-        assert ring == cp_ranks[position % a2a :: a2a]
-        destinations.append(sends_to(context))
-        assert destinations[-1] == ring[(ring.index(rank) + 1) % len(ring)]
-        state = ParallelState.create(
-            tensor_model_parallel_size=sizes.get("tp", 1),
-            context_parallel_size=sizes["cp"],
-            order="-".join([*sizes, *{"tp", "cp", "dp", "pp"}.difference(sizes)]),
-            hierarchical_context_parallel_sizes=[a2a, len(ring)],
-        )
-        context = te.cp_args(state, "a2a+p2p")
-        assert [ranks(group) for group in context["cp_group"]] == [neighbours, ring]
-        assert sends_to(context) == destinations[-1]
+        state = ParallelState.create(**arguments)
+        grid = with_groups(sizes)
+        cp_ranks = RankLayout(tuple(layout), tuple(layout.values())).group(rank, "cp")
+        for source in (grid, state):
+            context = te.cp_args(source, "a2a+p2p")
+            assert context["cp_global_ranks"] == cp_ranks
+            neighbours, ring = (ranks(group) for group in context["cp_group"])
+            first = cp_ranks.index(neighbours[0])
+            assert neighbours == cp_ranks[first : first + sizes["a2a"]]
+            assert sends_to(context) == ring[(ring.index(rank) + 1) % sizes["p2p"]]
         state.destroy()
         grid.destroy()
-    assert sorted(destinations) == list(range(16))
 
 
-def test_a_hierarchy_that_does_not_fit_is_refused(fake_world):
+def test_a_hierarchy_of_three_levels_is_refused(fake_world):
     fake_world(16)
-    grid = a_grid({"tp": 2, "cp": 4, "dp": 2})
-    for other in (grid, a_grid({"tp": 2, "p2p": 2, "a2a": 2, "dp": 2})):
-        with pytest.raises(ValueError, match="with a2a and p2p in this order in its place"):
-            te.cp_args(other, "a2a+p2p")
-    with pytest.raises(ValueError, match="for comm_type: 'ring'; allowed: p2p, all_gather"):
-        te.cp_args(grid, "ring")
-    with pytest.raises(ValueError, match="needs a grid with a dim cp"):
-        te.cp_args(HyperCommGrid([16], ["dp"]))
     state = ParallelState.create(
         context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2, 2]
     )
@@ -228,38 +157,17 @@ def parameters(file, path):
     return [name for name in names if name != "self"]
 
 
-CP = ["cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type"]
-ATTENTION = "attention/dot_product_attention/dot_product_attention.py", "DotProductAttention"
-BUILT = {
-    "module/linear.py": "Linear",
-    "module/layernorm_linear.py": "LayerNormLinear",
-    "module/layernorm_mlp.py": "LayerNormMLP",
-    "module/grouped_linear.py": "GroupedLinear",
-    "transformer.py": "TransformerLayer",
-    "attention/multi_head_attention.py": "MultiheadAttention",
-    ATTENTION[0]: ATTENTION[1],
-}
-
-
 @fetched
-def test_every_module_takes_what_the_page_says_and_has_the_setters(fake_world):
+@pytest.mark.parametrize(("file", "path", "names"), table("transformer_engine/parameters.txt"))
+def test_transformer_engines_functions_take_our_arguments(file, path, names):
+    assert {*names.split()} <= {*parameters(file, path)}
+
+
+def test_our_arguments_have_transformer_engines_names(fake_world):
     fake_world(1)
-    grid = HyperCommGrid([1, 1], ["tp", "cp"])
-    te_on_cpu.create_groups(grid)
-    for file, name in BUILT.items():
-        assert {"tp_group", "tp_size"} <= {*parameters(file, f"{name}.__init__")}, name
-    setter = "set_tensor_parallel_group"
-    bases = (
-        ("module/base.py", "TransformerEngineBaseModule"),
-        ("transformer.py", BUILT["transformer.py"]),
-    )
-    for file, name in bases:
-        assert parameters(file, f"{name}.{setter}") == ["tp_group"]
-    for file, name in list(BUILT.items())[-3:]:
-        assert parameters(file, f"{name}.set_context_parallel_group")[:4] == CP
-    assert [*te.cp_args(grid), "cp_stream"] == [CP[0], CP[1], CP[3], CP[2]]
+    grid = with_groups({"tp": 1, "cp": 1})
+    assert {*te.cp_args(grid)} == {"cp_group", "cp_global_ranks", "cp_comm_type"}
     assert {*te.tp_args(grid)} == {"tp_group", "tp_size"}
-    assert set(CP) <= set(parameters(ATTENTION[0], f"{ATTENTION[1]}.__init__"))
 
 
 @fetched
