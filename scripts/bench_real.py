@@ -9,14 +9,16 @@ import os
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from bench_sides import answer, digest, load, rounds
+from bench_sides import answer, digest, in_turn, load
+from checkout import watched_new_group
 from torch.distributed import distributed_c10d as c10d
 
-from compat import members_only
 from compat.megatron.rows import PlannedRows
 from compat.state import request_of
 from compat.swap import shadow
@@ -40,34 +42,38 @@ def one_rank(rank: int, world: int, variant: dict[str, Any], is_counting: bool) 
     module = load("ours" if is_bare else variant["side"])
     if variant.get("shadow"):
         shadow.watch(module)
+    initialize = partial(module.initialize_model_parallel, **SIZES)
+    if is_bare:
+        initialize = partial(create_alone, groups_of(rank))
+    join = partial(dist.init_process_group, "gloo", rank=rank, world_size=world)
+    if not is_counting:
+        join(store=forked.store())
+        return {"seconds": seconds_between_barriers(initialize)}
     store = CountingStore(forked.store())
     calls: Counter[str] = Counter()
-    if is_counting:
-        count_new_groups(calls)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    else:
-        dist.init_process_group("gloo", store=forked.store(), rank=rank, world_size=world)
-    groups = groups_of(rank) if is_bare else []
+    join(store=store)
     dist.barrier()
     files_before = _open_files()
     operations_before = store.counts.total()
-    start = time.perf_counter()
-    if is_bare:
-        create_alone(groups)
-    else:
-        module.initialize_model_parallel(**SIZES)
-    operations = store.counts.total() - operations_before
-    dist.barrier()
-    result: dict[str, Any] = {"seconds": time.perf_counter() - start, "digest": None}
-    if not is_bare:
-        result["digest"] = digest(module)
-    result["counts"] = {
-        "new_group calls": calls["new_group"],
-        "communicators": len(set(c10d._world.pg_map) - {dist.group.WORLD}),
-        "store operations": operations,
-        "sockets and files": _open_files() - files_before,
+    with watched_new_group(lambda: calls.update(["new_group"])):
+        initialize()
+    counts = {
+        "new_group calls": calls.total(),
+        "communicators": len(c10d._world.pg_map) - 1,
+        "store operations": store.counts.total() - operations_before,
     }
-    return result
+    dist.barrier()
+    counts["sockets and files"] = _open_files() - files_before
+    # No getter answers for bare groups.
+    return {"counts": counts, "digest": None if is_bare else digest(module)}
+
+
+def seconds_between_barriers(initialize: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    initialize()
+    dist.barrier()
+    return time.perf_counter() - start
 
 
 def groups_of(rank: int) -> list[tuple[str, tuple[int, ...], str | None]]:
@@ -85,17 +91,6 @@ def create_alone(groups: list[tuple[str, tuple[int, ...], str | None]]) -> None:
     for label, ranks, backend in groups:
         with of_torch.numbered(creation.group_name(label, ranks, "bench")):
             dist.new_group(list(ranks), backend=backend, group_desc=label)
-
-
-def count_new_groups(calls: Counter[str]) -> None:
-    original = c10d.new_group
-
-    @members_only
-    def new_group(*args: Any, **keywords: Any) -> Any:
-        calls["new_group"] += 1
-        return original(*args, **keywords)
-
-    dist.new_group = c10d.new_group = new_group
 
 
 def _open_files() -> int:
@@ -116,7 +111,7 @@ def compare(
     digests = set()
     for name, variant in variants.items():
         ranks = run(world, variant, is_counting=True)
-        if variant["side"] != "bare":  # whose groups no getter answers
+        if variant["side"] != "bare":
             digests.add(tuple(rank["digest"] for rank in ranks))
         most = {}
         for key in ranks[0]["counts"]:
@@ -124,10 +119,9 @@ def compare(
         outcome[name] = {"seconds": [], "counts": most}
     if len(digests) > 1:
         raise SystemExit(f"the variants built different groups on {world} ranks")
-    for turn in rounds(repeats, seconds):
-        for name in sorted(outcome, reverse=bool(turn % 2)):
-            ranks = run(world, variants[name], is_counting=False)
-            outcome[name]["seconds"].append(max(rank["seconds"] for rank in ranks))
+    for name in in_turn(variants, repeats, seconds):
+        ranks = run(world, variants[name], is_counting=False)
+        outcome[name]["seconds"].append(max(rank["seconds"] for rank in ranks))
     return outcome
 
 

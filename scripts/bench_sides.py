@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib
 import json
 import os
 import pickle
@@ -15,10 +14,16 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import checkout
 
 SIZES = {
     "tensor_model_parallel_size": 8,
@@ -57,6 +62,8 @@ _OTHERS = """
 NUMBERS = _NUMBERS.split()
 GROUPS = _GROUPS.split()
 TIMED = (*NUMBERS, *GROUPS, *_OTHERS.split())
+Times = dict[str, list[float]]
+FOREVER = float("inf")  # seconds
 
 
 def rounds(most: int, seconds: float) -> Iterator[int]:
@@ -69,11 +76,17 @@ def rounds(most: int, seconds: float) -> Iterator[int]:
         yield turn
 
 
+def in_turn(names: Iterable[str], most: int, seconds: float) -> Iterator[str]:
+    """Each name in each round, in the other order every second time."""
+    for turn in rounds(most, seconds):
+        yield from sorted(names, reverse=bool(turn % 2))
+
+
 def load(side: str, release: str | None = None) -> Any:
     """The parallel_state module of one side. Stock's is run from its source, by itself."""
     if side == "ours":
-        return importlib.import_module("compat.parallel_state")
-    return importlib.import_module("tests.support.stock").load_stock(
+        return import_module("compat.parallel_state")
+    return import_module("tests.support.stock").load_stock(
         release or metadata.version("megatron-core")
     )
 
@@ -124,26 +137,53 @@ def seconds_of_a_mesh(world: int) -> float:
     return time.perf_counter() - start
 
 
-def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> dict[str, Any]:
+def creation_calls(side: str, way: str, world: int) -> int:
+    """How often a rank in the middle of a fake world asks torch for groups.
+
+    ``way`` is hypergrid's choice ``creation``. The fake backend cannot split, so a split is
+    counted and then created by its members: only the number of calls is measured, not their time.
+    """
+    from hypergrid.groups import creation
+
+    os.environ["HYPERGRID_CREATION"] = way
+    module = load(side)
+    rank = world // 2 + 3
+    start_fake_world(rank, world)
+    calls: Counter[str] = Counter()
+
+    def split(label: str, groups: Any, epoch: str, **options: Any) -> Any:
+        calls["split"] += 1
+        members = next((ranks for ranks in groups if rank in ranks), [rank])
+        return creation.by_members(label, sorted(members), epoch, **options)
+
+    watched: Any = nullcontext()
+    if way != "split":
+        watched = checkout.watched_new_group(lambda: calls.update(["new_group"]))
+    with (
+        mock.patch.object(creation, "_can_split", lambda: True),
+        mock.patch.object(creation, "by_split", split),
+        watched,
+    ):
+        module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
+    return calls.total()
+
+
+def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> Times:
     """List the groups of one token, on stock and ours in turn."""
     modules = {
         "stock": load("stock"),
-        "ours": importlib.import_module("compat.megatron.rank_generator"),
+        "ours": import_module("compat.megatron.rank_generator"),
     }
     sizes = {"tp": 8, "ep": 1, "dp": world // 256, "pp": 16, "cp": 2}
-    sides = {}
-    times: dict[str, list[float]] = {}
-    for side, module in modules.items():
-        sides[side] = module.RankGenerator(**sizes, order=ORDER)
-        times[side] = []
-    for turn in rounds(repeats, seconds):
-        ranks = {}
-        for side in sorted(sides, reverse=bool(turn % 2)):
-            start = time.perf_counter()
-            ranks[side] = sides[side].get_ranks(token)
-            times[side].append(time.perf_counter() - start)
-        if ranks["stock"] != ranks["ours"]:
-            raise SystemExit(f"stock and ours list different groups for {token!r}")
+    ranks = {}
+    times: Times = defaultdict(list)
+    for side in in_turn(modules, repeats, seconds):
+        generator = modules[side].RankGenerator(**sizes, order=ORDER)
+        start = time.perf_counter()
+        ranks[side] = generator.get_ranks(token)
+        times[side].append(time.perf_counter() - start)
+    if ranks["stock"] != ranks["ours"]:
+        raise SystemExit(f"stock and ours list different groups for {token!r}")
     return times
 
 
@@ -152,25 +192,28 @@ def call_getters(
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds for a call of each getter, on stock and ours in turn."""
     os.environ["HYPERGRID_MEGATRON_RELEASE"] = release
-    sides = {side: load(side, release) for side in ("stock", "ours")}
+    modules = {side: load(side, release) for side in ("stock", "ours")}
     start_fake_world(37, 64)
-    for module in sides.values():
-        sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
-        sizes |= {"context_parallel_size": 2, "expert_model_parallel_size": 4}
-        module.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-    if digest(sides["stock"]) != digest(sides["ours"]):
+    for module in modules.values():
+        module.initialize_model_parallel(
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=4,
+            context_parallel_size=2,
+            expert_model_parallel_size=4,
+            create_gloo_process_groups=False,
+        )
+    if digest(modules["stock"]) != digest(modules["ours"]):
         raise SystemExit("stock and ours answer differently")
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in TIMED}
-    for turn in rounds(repeats, seconds):
+    times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for side in in_turn(modules, repeats, seconds):
         for name in TIMED:
-            for side in sorted(sides, reverse=bool(turn % 2)):
-                # Through the module, as callers do: mpu.get_tensor_model_parallel_rank().
-                timer = timeit.Timer(f"mpu.{name}()", globals={"mpu": sides[side]})
-                times[name].setdefault(side, []).append(timer.timeit(calls) / calls)
+            # Through the module, as callers do: mpu.get_tensor_model_parallel_rank().
+            timer = timeit.Timer(f"mpu.{name}()", globals={"mpu": modules[side]})
+            times[side][name].append(timer.timeit(calls) / calls)
     return times
 
 
-def audited(calls: int, repeats: int, seconds: float) -> dict[str, list[float]]:
+def audited(calls: int, repeats: int, seconds: float) -> Times:
     """Seconds for a read of ours: never audited, while an audit records, and afterwards."""
     from compat import audit, parallel_state
 
@@ -178,47 +221,35 @@ def audited(calls: int, repeats: int, seconds: float) -> dict[str, list[float]]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     read = parallel_state.get_tensor_model_parallel_rank
     timer = timeit.Timer("get()", globals={"get": read})
-
-    def seconds_of_a_call() -> float:
-        return timer.timeit(calls) / calls
-
-    never = [seconds_of_a_call() for _ in range(repeats)]
-    on = []
-    off = []
+    times: Times = {"never": timer.repeat(repeats, calls), "on": [], "off": []}
     for _ in rounds(repeats, seconds):
         with tempfile.TemporaryDirectory() as directory, audit.recording(directory):
-            on.append(seconds_of_a_call())
-        for _ in range(3):
-            off.append(seconds_of_a_call())
-    return {"never": never, "on": on, "off": off}
+            times["on"].append(timer.timeit(calls))
+        times["off"] += timer.repeat(3, calls)
+    for name, seconds_of_calls in times.items():
+        times[name] = [value / calls for value in seconds_of_calls]
+    return times
 
 
-def import_side(side: str) -> dict[str, Any]:
+def import_side(side: str) -> dict[str, float]:
     """Import one side's parallel_state once torch is there; stock's the way its users do."""
-    import torch
-
+    import_module("torch")
     name = "megatron.core.parallel_state"
     if side == "ours":
         name = "compat.parallel_state"
     start = time.perf_counter()
-    importlib.import_module(name)
+    import_module(name)
     seconds = time.perf_counter() - start
-    compared = 0.0
-    if side == "ours":
-        from compat.swap import REPLACEMENTS, drift
+    if side == "stock":
+        return {"seconds": seconds}
+    from compat.swap import REPLACEMENTS, drift
 
-        for replacement in REPLACEMENTS.values():
-            importlib.import_module(replacement)
-        start = time.perf_counter()
-        for module in REPLACEMENTS:
-            drift.refuse_drift(module)
-        compared = time.perf_counter() - start
-    return {
-        "seconds": seconds,
-        "compared": compared,
-        "megatron": sum(name.split(".")[0] == "megatron" for name in sys.modules),
-        "cuda": torch.cuda.is_initialized(),
-    }
+    for replacement in REPLACEMENTS.values():
+        import_module(replacement)
+    start = time.perf_counter()
+    for module in REPLACEMENTS:
+        drift.refuse_drift(module)
+    return {"seconds": seconds, "compared": time.perf_counter() - start}
 
 
 def recordings(directory: str, ranks: int, calls: int) -> None:
@@ -274,7 +305,7 @@ def diagnosis(side: str, directory: str, ranks: int) -> float:
     return time.perf_counter() - start
 
 
-def recording(pairs: int, calls: int) -> dict[str, list[float]]:
+def recording(pairs: int, calls: int) -> Times:
     """CPU seconds per call with and without ``record``, in pairs of blocks.
 
     The blocks of a pair follow each other, in turning order, so that both see the same machine;
@@ -286,16 +317,13 @@ def recording(pairs: int, calls: int) -> dict[str, list[float]]:
     from tests.support import forked
 
     with tempfile.TemporaryDirectory() as directory:
-        arguments = (directory, pairs, calls)
-        times: dict[str, list[float]] = {}
-        times.update(forked.run_ranks(1, _recorded_collectives, *arguments, timeout=300)[0])
-        times.update(forked.run_ranks(2, _recorded_receives, *arguments, timeout=300)[0])
+        run = partial(forked.run_ranks, timeout=300)
+        times: Times = run(1, _recorded_collectives, directory, pairs, calls)[0]
+        times.update(run(2, _recorded_receives, directory, pairs // 10, calls // 10)[0])
         return times
 
 
-def _recorded_collectives(
-    rank: int, directory: str, pairs: int, calls: int
-) -> dict[str, list[float]]:
+def _recorded_collectives(rank: int, directory: str, pairs: int, calls: int) -> Times:
     import torch
     import torch.distributed as dist
 
@@ -304,17 +332,16 @@ def _recorded_collectives(
     def call() -> None:
         dist.all_reduce(tensor)
 
-    times: dict[str, list[float]] = {}
-    for turn in range(pairs):
-        _add_pair(times, "same", turn, lambda _: _block(call, calls, directory, False, False))
-        _add_pair(times, "all", turn, lambda is_on: _block(call, calls, directory, False, is_on))
+    times: Times = defaultdict(list)
+    names = ("all: with", "all: without", "same: with", "same: without")
+    for name in in_turn(names, pairs, FOREVER):
+        seconds = _seconds_of_call(call, calls, directory, False, name == "all: with")
+        times[name].append(seconds)
     thread_seconds, longest_stall = _recorder_thread(call, directory)
-    times["thread"] = [thread_seconds]
-    times["stall"] = [longest_stall]
-    return times
+    return {**times, "thread": [thread_seconds], "stall": [longest_stall]}
 
 
-def _recorded_receives(rank: int, directory: str, pairs: int, calls: int) -> dict[str, list[float]]:
+def _recorded_receives(rank: int, directory: str, pairs: int, calls: int) -> Times:
     import torch
     import torch.distributed as dist
 
@@ -326,27 +353,17 @@ def _recorded_receives(rank: int, directory: str, pairs: int, calls: int) -> dic
         else:
             dist.recv(tensor, 1)
 
-    times: dict[str, list[float]] = {}
-    for turn in range(pairs // 10):
-        _add_pair(
-            times, "p2p", turn, lambda is_on: _block(call, calls // 10, directory, True, is_on)
-        )
-    return times
+    times: Times = defaultdict(list)
+    for name in in_turn(("p2p: with", "p2p: without"), pairs, FOREVER):
+        seconds = _seconds_of_call(call, calls, directory, True, name == "p2p: with")
+        times[name].append(seconds)
+    return dict(times)
 
 
-def _add_pair(
-    times: dict[str, list[float]], name: str, turn: int, measure: Callable[[bool], float]
-) -> None:
-    """Measure with and without recording, in the other order every second time."""
-    for is_recorded in sorted((True, False), reverse=bool(turn % 2)):
-        key = f"{name}: with" if is_recorded else f"{name}: without"
-        times.setdefault(key, []).append(measure(is_recorded))
-
-
-def _block(
+def _seconds_of_call(
     call: Callable[[], None], calls: int, directory: str, p2p: bool, is_recorded: bool
 ) -> float:
-    """CPU seconds of a call."""
+    """CPU seconds of a call, in a block of calls."""
     import hypergrid
 
     # Calls are a tenth faster after a recorder has closed, so one closes before each block.
@@ -392,6 +409,7 @@ def answer(*jobs: Callable[..., Any]) -> None:
 if __name__ == "__main__":
     answer(
         initialise,
+        creation_calls,
         enumerate_groups,
         call_getters,
         audited,
