@@ -30,7 +30,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import bench_plot
 import checkout
 from bench_sides import RELEASES, TIMED, in_turn, rounds
 
@@ -154,40 +153,28 @@ def enumeration(bench: Bench) -> list[Row]:
 def initialisation(bench: Bench, world: int) -> list[Row]:
     """Both sides and torch's mesh in turn, each time in a fresh interpreter."""
     is_huge = world > HUGE
-    first: dict[str, list[float]] = defaultdict(list)
-    later: dict[str, list[float]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     digests = set()
     repeats = 3 if is_huge else 7
     for name in in_turn(("stock", "ours", "mesh"), repeats, bench.seconds(100)):
-        is_once = is_huge and name != "ours"
-        if is_once and first[name]:
+        if is_huge and name != "ours" and seconds[name]:
             continue
-        measured = side(
-            "initialise",
-            side=name,
-            world=world,
-            repeats=1 if is_once else 4,
-            seconds=8,
-        )
-        first[name].append(measured["seconds"][0])
-        if measured["seconds"][1:]:
-            later[name].append(median(measured["seconds"][1:]))
+        measured = side("initialise", side=name, world=world)
+        seconds[name].append(measured["seconds"])
         if name != "mesh":
             digests.add(measured["digest"])
     if len(digests) != 1:
         raise SideError(f"stock and ours built different groups of {world:,} ranks")
-    for name, seconds in first.items():
-        bench.curves.setdefault(name, {})[world] = median(seconds)
+    for name, times in seconds.items():
+        bench.curves.setdefault(name, {})[world] = median(times)
     title = f"Initialisation, {world:,} ranks"
     at_least = 100 if world == 65536 else 0
     at_most = 2 if world == 1048576 else 0
-    rows = [Row(title, first["ours"], first["stock"], at_least=at_least, at_most=at_most)]
-    if later["stock"]:
-        again = f"{title}, once more in the same process"
-        rows.append(Row(again, later["ours"], later["stock"]))
     beside = f"{title}, beside a mesh of 4 dims"
-    rows.append(Row(beside, first["ours"], first["mesh"], peer_name="init_device_mesh"))
-    return rows
+    return [
+        Row(title, seconds["ours"], seconds["stock"], at_least=at_least, at_most=at_most),
+        Row(beside, seconds["ours"], seconds["mesh"], peer_name="init_device_mesh"),
+    ]
 
 
 def real(bench: Bench, world: int) -> list[Row]:
@@ -212,14 +199,6 @@ def real(bench: Bench, world: int) -> list[Row]:
     for title, bar in bars.items():
         rows.append(Row(title, measured[title]["seconds"], stock_seconds, at_least=bar or 0))
     return rows
-
-
-def shadow(bench: Bench) -> list[Row]:
-    """Stock with a plan of ours beside it, and stock."""
-    variants = {"ours": {"side": "stock", "shadow": True}, "peer": {"side": "stock"}}
-    measured = compare(bench, 8, variants, repeats=9, seconds=60)
-    title = "Initialisation of 8 gloo ranks with `--shadow`, without its imports"
-    return [Row(title, measured["ours"]["seconds"], measured["peer"]["seconds"])]
 
 
 def bare(bench: Bench) -> list[Row]:
@@ -368,7 +347,6 @@ def cases() -> Iterator[tuple[str, Callable[[Bench], list[Row]]]]:
         yield f"getters, {release}", partial(getters, release=release)
     yield "audit", audited
     yield "import", imports
-    yield "shadow run", shadow
     yield "diagnosis", diagnosis
     yield "recorded", recording
 
@@ -393,7 +371,9 @@ def side(job: str, script: str = "bench_sides.py", timeout: float = 280, **argum
 
 def document(bench: Bench) -> str:
     """What a run measured, as Markdown."""
-    packages = [f"{name} {version(name)}" for name in ("hypergrid-comm", "megatron-core", "torch")]
+    packages = [
+        f"{name} {metadata.version(name)}" for name in ("hypergrid-comm", "megatron-core", "torch")
+    ]
     parts = [
         f"{', '.join(packages)}, Python {platform.python_version()}; {os.cpu_count()} cores; "
         f"{datetime.date.today()}.",
@@ -429,13 +409,6 @@ def document(bench: Bench) -> str:
     return "\n\n".join(parts)
 
 
-def version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def main() -> int:
     parser = checkout.parser(__doc__)
     add = parser.add_argument
@@ -450,7 +423,7 @@ def main() -> int:
     if not chosen:
         parser.error(f"--only matches no case. Cases: {', '.join(dict(cases()))}")
     if options.plot:
-        bench_plot.pyplot()  # refuses before the measuring if it is missing
+        import bench_plot  # before the measuring, as it needs the extra `plot`
     # No repetition starts after twelve minutes.
     bench = Bench(deadline=time.monotonic() + 12 * 60)
     for name, measure in chosen.items():

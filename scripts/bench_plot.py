@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+
+from matplotlib.figure import Figure
 
 # Side: its colour and its name in the picture.
 SIDES = {
@@ -14,23 +15,10 @@ SIDES = {
 }
 
 
-def pyplot() -> ModuleType:
-    """matplotlib's pyplot, without a display; SystemExit names the extra when it is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SystemExit(
-            "--plot needs matplotlib, which the extra `plot` brings: pip install '.[plot]'"
-        ) from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def draw(file: Path, curves: Mapping[str, Mapping[int, float]], about: str) -> None:
     """Write a PNG with a line for each side; ``curves`` has seconds by world size."""
-    figure, axes = pyplot().subplots(figsize=(8, 4.8), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8, 4.8), dpi=160, layout="constrained")
+    axes = figure.subplots()
     worlds: set[int] = set()
     for side, curve in curves.items():
         colour, name = SIDES[side]

@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat.megatron.rows import PlannedRows
 from compat.state import request_of
-from compat.swap import shadow
 from hypergrid import of_torch
 from hypergrid.groups import creation
 from tests.support import forked
@@ -40,8 +39,6 @@ def one_rank(rank: int, world: int, variant: dict[str, Any], is_counting: bool) 
     os.environ.update(variant.get("environment", {}))
     is_bare = variant["side"] == "bare"
     module = load("ours" if is_bare else variant["side"])
-    if variant.get("shadow"):
-        shadow.watch(module)
     initialize = partial(module.initialize_model_parallel, **SIZES)
     if is_bare:
         initialize = partial(create_alone, groups_of(rank))

@@ -108,23 +108,18 @@ def digest(module: Any) -> str:
     return hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
 
 
-def initialise(side: str, world: int, repeats: int, seconds: float) -> dict[str, Any]:
-    """Initialise one rank in the middle of a fake world, several times.
+def initialise(side: str, world: int) -> dict[str, Any]:
+    """Seconds of initialising one rank in the middle of a fake world.
 
     The side ``mesh`` is torch's ``init_device_mesh`` over the same dims: one group for each.
     """
     start_fake_world(world // 2 + 3, world)
     if side == "mesh":
-        return {"seconds": [seconds_of_a_mesh(world)]}
+        return {"seconds": seconds_of_a_mesh(world)}
     module = load(side)
-    times = []
-    for turn in rounds(repeats, seconds):
-        if turn:
-            module.destroy_model_parallel()
-        start = time.perf_counter()
-        module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
-        times.append(time.perf_counter() - start)
-    return {"seconds": times, "digest": digest(module)}
+    start = time.perf_counter()
+    module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
+    return {"seconds": time.perf_counter() - start, "digest": digest(module)}
 
 
 def seconds_of_a_mesh(world: int) -> float:

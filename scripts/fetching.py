@@ -31,20 +31,17 @@ def pip(
 ) -> None:
     """Run pip for these requirements alone: ``name==version`` -> sha256, several with spaces."""
     with tempfile.TemporaryDirectory() as scratch:
-        listed = Path(scratch, "wanted.txt")
+        requirements = Path(scratch, "requirements.txt")
         rows = [" --hash=sha256:".join([name, *wanted[name].split()]) for name in wanted]
-        listed.write_text("\n".join(rows))
+        requirements.write_text("\n".join(rows))
         command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps"]
         command += ["--disable-pip-version-check", "--require-hashes"]
-        command += ["--requirement", str(listed)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, **(environment or {})}
-        )
+        command += ["--requirement", str(requirements)]
+        variables = {**os.environ, **(environment or {})}
+        done = subprocess.run(command, capture_output=True, text=True, env=variables)
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["pip gave no reason"]
-        errors = [line for line in lines if line.startswith("ERROR")]
-        reason = (errors or lines[-1:])[0]
-        raise fail(f"cannot fetch {', '.join(wanted)}: {reason}")
+        errors = re.findall("^ERROR.*", done.stderr, re.MULTILINE)
+        raise fail(f"cannot fetch {', '.join(wanted)}: {(errors or [done.stderr])[0]}")
 
 
 @contextmanager
