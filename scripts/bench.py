@@ -12,15 +12,14 @@ when a side fails or the two answer differently.
 from __future__ import annotations
 
 import datetime
-import json
 import operator
 import os
 import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +29,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import bench_sides as sides
 import checkout
-from bench_sides import RELEASES, TIMED, in_turn, rounds
+from bench_sides import in_turn, rounds
+from checkout import in_fresh_process
 
-HERE = Path(__file__).resolve().parent
 SIZES = "tp=8 cp=2 pp=16 ep=8"
 WORLDS = (1024, 8192, 65536, 1048576)
 HUGE = 100_000  # ranks; here stock takes the better part of a minute
@@ -61,10 +61,6 @@ ABOUT_REAL = (
     "not in that time. Counted in a run of its own, until the getters are first asked; store "
     "operations include those of gloo's own rendezvous."
 )
-
-
-class SideError(RuntimeError):
-    """A side raised, hung, or answered differently."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +135,7 @@ class Bench:
 
 
 def enumeration(bench: Bench) -> list[Row]:
-    times = side(
-        "enumerate_groups",
-        world=65536,
-        token="dp-cp",
-        repeats=9,
-        seconds=bench.seconds(20),
-    )
+    times = in_fresh_process(sides.enumerate_groups, 65536, "dp-cp", 9, bench.seconds(20))
     title = "`RankGenerator.get_ranks('dp-cp')`, 65,536 ranks"
     return [Row(title, times["ours"], times["stock"], at_least=40)]
 
@@ -159,12 +149,12 @@ def initialisation(bench: Bench, world: int) -> list[Row]:
     for name in in_turn(("stock", "ours", "mesh"), repeats, bench.seconds(100)):
         if is_huge and name != "ours" and seconds[name]:
             continue
-        measured = side("initialise", side=name, world=world)
+        measured = in_fresh_process(sides.initialise, name, world)
         seconds[name].append(measured["seconds"])
         if name != "mesh":
             digests.add(measured["digest"])
     if len(digests) != 1:
-        raise SideError(f"stock and ours built different groups of {world:,} ranks")
+        raise RuntimeError(f"stock and ours built different groups of {world:,} ranks")
     for name, times in seconds.items():
         bench.curves.setdefault(name, {})[world] = median(times)
     title = f"Initialisation, {world:,} ranks"
@@ -172,7 +162,13 @@ def initialisation(bench: Bench, world: int) -> list[Row]:
     at_most = 2 if world == 1048576 else 0
     beside = f"{title}, beside a mesh of 4 dims"
     return [
-        Row(title, seconds["ours"], seconds["stock"], at_least=at_least, at_most=at_most),
+        Row(
+            title,
+            seconds["ours"],
+            seconds["stock"],
+            at_least=at_least,
+            at_most=at_most,
+        ),
         Row(beside, seconds["ours"], seconds["mesh"], peer_name="init_device_mesh"),
     ]
 
@@ -191,13 +187,26 @@ def real(bench: Bench, world: int) -> list[Row]:
             environment = {"HYPERGRID_SHARE": share, "HYPERGRID_CONNECT": connect}
             variants[title] = {"side": "ours", "environment": environment}
     repeats = 9 if world < 32 else 5
-    measured = compare(bench, world, variants, repeats, 40 + 2 * world)
+    measured = compare(
+        bench,
+        world,
+        variants,
+        repeats,
+        40 + 2 * world,
+    )
     for title, outcome in measured.items():
         bench.counts.append((title, *(f"{count:,}" for count in outcome["counts"].values())))
     stock_seconds = measured[stock_title]["seconds"]
     rows = []
     for title, bar in bars.items():
-        rows.append(Row(title, measured[title]["seconds"], stock_seconds, at_least=bar or 0))
+        rows.append(
+            Row(
+                title,
+                measured[title]["seconds"],
+                stock_seconds,
+                at_least=bar or 0,
+            )
+        )
     return rows
 
 
@@ -221,15 +230,10 @@ def compare(
     seconds: float,
 ) -> dict[str, Any]:
     """Seconds and counts of variants on real ranks, which take turns."""
-    return side(
-        "compare",
-        script="bench_real.py",
-        timeout=600,
-        world=world,
-        variants=variants,
-        repeats=repeats,
-        seconds=bench.seconds(seconds),
-    )
+    import bench_real  # not above: a fresh process imports this file, and measures imports
+
+    most = bench.seconds(seconds)
+    return in_fresh_process(bench_real.compare, world, variants, repeats, most)
 
 
 def calls(bench: Bench) -> list[Row]:
@@ -237,7 +241,7 @@ def calls(bench: Bench) -> list[Row]:
     for world in (1024, 16_384, 65_536):
         row = [f"{world:,}"]
         for name, way in (("stock", "auto"), ("ours", "split"), ("ours", "members")):
-            count = side("creation_calls", side=name, way=way, world=world)
+            count = in_fresh_process(sides.creation_calls, name, way, world)
             row.append(f"{count:,}")
         bench.calls.append(tuple(row))
     return []
@@ -247,20 +251,13 @@ def getters(bench: Bench, release: str) -> list[Row]:
     """The fastest of many, in several processes; those that met the bar share a row."""
     fastest: dict[tuple[str, str], list[float]] = defaultdict(list)
     for _ in rounds(9, bench.seconds(90)):
-        measured = side(
-            "call_getters",
-            release=release,
-            calls=500,
-            repeats=40,
-            seconds=bench.seconds(20),
-        )
-        for one_side, times in measured.items():
-            for name, seconds in times.items():
-                fastest[one_side, name].append(min(seconds))
+        times = in_fresh_process(sides.call_getters, release, 500, 40, bench.seconds(20))
+        for getter_of_side, seconds in times.items():
+            fastest[getter_of_side].append(min(seconds))
     rows = []
     ours_of_met = []
     stock_of_met = []
-    for name in TIMED:
+    for name in sides.TIMED:
         row = Row(
             f"`{name}()`, {release}",
             fastest["ours", name],
@@ -277,32 +274,17 @@ def getters(bench: Bench, release: str) -> list[Row]:
 
 
 def audited(bench: Bench) -> list[Row]:
-    times = side("audited", calls=2000, repeats=40, seconds=bench.seconds(20))
-    getter = "`get_tensor_model_parallel_rank()`"
-    after = Row(
-        f"{getter} after an audit, beside never audited",
-        [min(times["off"])],  # as getters: the fastest of many
-        [min(times["never"])],
-        "never audited",
-        at_least=GETTER_BAR,
-    )
-    return [after, Row(f"{getter} while an audit records", times["on"], at_most=100e-6)]
+    seconds = in_fresh_process(sides.audited, 2000, 40, bench.seconds(20))
+    title = "`get_tensor_model_parallel_rank()` while an audit records"
+    return [Row(title, seconds, at_most=100e-6)]
 
 
 def imports(bench: Bench) -> list[Row]:
     seconds: dict[str, list[float]] = defaultdict(list)
-    compared = []
     for name in in_turn(("stock", "ours"), 5, bench.seconds(60)):
-        measured = side("import_side", side=name)
-        seconds[name].append(measured["seconds"])
-        if name == "ours":
-            compared.append(measured["compared"])
+        seconds[name].append(in_fresh_process(sides.import_side, name))
     title = "Import of `compat.parallel_state`"
-    of_swap = "What the swap compares before it replaces megatron's modules"
-    return [
-        Row(title, seconds["ours"], seconds["stock"], at_most=0.05),
-        Row(of_swap, compared, at_most=0.03),
-    ]
+    return [Row(title, seconds["ours"], seconds["stock"], at_most=0.05)]
 
 
 def diagnosis(bench: Bench) -> list[Row]:
@@ -310,26 +292,38 @@ def diagnosis(bench: Bench) -> list[Row]:
     ranks = 1024
     times: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
-        side("recordings", directory=directory, ranks=ranks, calls=2000, timeout=600)
+        in_fresh_process(sides.recordings, directory, ranks, 2000)
         for name in in_turn(("ours", "alone"), 5, bench.seconds(120)):
-            times[name].append(side("diagnosis", side=name, directory=directory, ranks=ranks))
+            seconds = in_fresh_process(sides.diagnosis, name, directory, ranks)
+            times[name].append(seconds)
     title = f"Reading and judging the recordings of {ranks:,} ranks, 2,000 calls each"
-    return [Row(title, times["ours"], times["alone"], "`pickle` and `json` alone", at_least=0.5)]
+    return [
+        Row(
+            title,
+            times["ours"],
+            times["alone"],
+            "`pickle` alone",
+            at_least=0.5,
+        )
+    ]
 
 
 def recording(bench: Bench) -> list[Row]:
-    times = side("recording", pairs=400, calls=500)
+    times = in_fresh_process(sides.recording, 400, 500)
 
     def row(title: str, name: str, at_least: float = 0) -> Row:
         without = times[f"{name}: without"]
-        return Row(title, times[f"{name}: with"], without, "not recorded", at_least=at_least)
+        return Row(
+            title,
+            times[f"{name}: with"],
+            without,
+            "not recorded",
+            at_least=at_least,
+        )
 
-    thread = "CPU of the recorder's thread in a second of that, with `after=600`"
     return [
         row("CPU of an `all_reduce` of one gloo rank, recorded by `hypergrid.record`", "all", 0.99),
         row("The same, not recorded on both sides", "same"),
-        Row(thread, times["thread"], at_most=0.001),
-        Row("The longest that this thread held up a call", times["stall"], at_most=0.001),
         row("CPU of a receive over gloo, recorded on request", "p2p"),
     ]
 
@@ -343,30 +337,12 @@ def cases() -> Iterator[tuple[str, Callable[[Bench], list[Row]]]]:
         yield f"{world} gloo ranks", partial(real, world=world)
     yield "beside `new_group` calls without an agreement", bare
     yield "Calls of a rank to torch", calls
-    for release in RELEASES:
+    for release in sides.RELEASES:
         yield f"getters, {release}", partial(getters, release=release)
     yield "audit", audited
     yield "import", imports
     yield "diagnosis", diagnosis
     yield "recorded", recording
-
-
-def side(job: str, script: str = "bench_sides.py", timeout: float = 280, **arguments: Any) -> Any:
-    """Run a job of a script in a fresh interpreter and give its result."""
-    text = json.dumps({"job": job, **arguments})
-    try:
-        done = checkout.child(
-            sys.executable,
-            HERE / script,
-            text,
-            timeout=timeout,
-            PYTHONWARNINGS="ignore",
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SideError(f"{script} {text} took longer than {timeout:.0f} s") from error
-    if done.returncode:
-        raise SideError(f"{script} {text} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def document(bench: Bench) -> str:
@@ -380,7 +356,11 @@ def document(bench: Bench) -> str:
         ABOUT,
     ]
 
-    def add_table(header: str, rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
+    def add_table(
+        header: str,
+        rows: Sequence[Sequence[str]],
+        right: Sequence[int],
+    ) -> None:
         if rows:
             cells = header.split(" | ")
             parts.append(checkout.table([cells, *rows], markdown=True, right=right))
@@ -430,8 +410,8 @@ def main() -> int:
         print(f"measuring: {name} ...", file=sys.stderr, flush=True)
         try:
             bench.rows += measure(bench)
-        except SideError as error:
-            bench.failures.append(f"{name}: {error}")
+        except Exception:  # a side raised, or answered differently
+            bench.failures.append(f"{name}: {traceback.format_exc()}")
     text = document(bench)
     print(text)
     if options.out:
@@ -445,4 +425,5 @@ def main() -> int:
 if __name__ == "__main__":
     checkout.forget_choices()  # a choice of the caller's shell is not what is measured
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles this project
+    os.environ.update(PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1")
     sys.exit(main())

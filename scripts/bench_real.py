@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from bench_sides import answer, digest, in_turn, load
+from bench_sides import digest, in_turn, load
 from checkout import watched_new_group
 from torch.distributed import distributed_c10d as c10d
 
@@ -34,30 +34,38 @@ SIZES = {
 }
 
 
-def one_rank(rank: int, world: int, variant: dict[str, Any], is_counting: bool) -> dict[str, Any]:
+def one_rank(
+    rank: int,
+    world: int,
+    variant: dict[str, Any],
+    is_counting: bool,
+) -> dict[str, Any]:
     """Initialise between two barriers and say how long that took, or what it did."""
     os.environ.update(variant.get("environment", {}))
     is_bare = variant["side"] == "bare"
     module = load("ours" if is_bare else variant["side"])
+    counting_store = CountingStore(forked.store())
+    dist.init_process_group(
+        "gloo",
+        store=counting_store if is_counting else forked.store(),
+        rank=rank,
+        world_size=world,
+    )
     initialize = partial(module.initialize_model_parallel, **SIZES)
     if is_bare:
         initialize = partial(create_alone, groups_of(rank))
-    join = partial(dist.init_process_group, "gloo", rank=rank, world_size=world)
     if not is_counting:
-        join(store=forked.store())
         return {"seconds": seconds_between_barriers(initialize)}
-    store = CountingStore(forked.store())
     calls: Counter[str] = Counter()
-    join(store=store)
     dist.barrier()
     files_before = _open_files()
-    operations_before = store.counts.total()
+    operations_before = counting_store.counts.total()
     with watched_new_group(lambda: calls.update(["new_group"])):
         initialize()
     counts = {
         "new_group calls": calls.total(),
         "communicators": len(c10d._world.pg_map) - 1,
-        "store operations": store.counts.total() - operations_before,
+        "store operations": counting_store.counts.total() - operations_before,
     }
     dist.barrier()
     counts["sockets and files"] = _open_files() - files_before
@@ -94,16 +102,29 @@ def _open_files() -> int:
     return len(list(Path("/dev/fd").iterdir()))
 
 
-def run(world: int, variant: dict[str, Any], is_counting: bool) -> list[dict[str, Any]]:
+def run(
+    world: int,
+    variant: dict[str, Any],
+    is_counting: bool,
+) -> list[dict[str, Any]]:
     """One measurement on ``world`` fresh ranks."""
     arguments = (world, variant, is_counting)
     return forked.run_ranks(world, one_rank, *arguments, backend="", timeout=120)
 
 
 def compare(
-    world: int, variants: dict[str, Any], repeats: int, seconds: float
+    world: int,
+    variants: dict[str, Any],
+    repeats: int,
+    seconds: float,
 ) -> dict[str, dict[str, Any]]:
     """Count what each variant does; then time all in turn, so that each meets the same weather."""
+    # torch looks up the name of each loopback peer; without an answer that takes its seconds.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for side in ("stock", "ours"):
+        load(side)  # before the fork, so that no rank has to
     outcome: dict[str, dict[str, Any]] = {}
     digests = set()
     for name, variant in variants.items():
@@ -115,18 +136,8 @@ def compare(
             most[key] = max(rank["counts"][key] for rank in ranks)
         outcome[name] = {"seconds": [], "counts": most}
     if len(digests) > 1:
-        raise SystemExit(f"the variants built different groups on {world} ranks")
+        raise RuntimeError(f"the variants built different groups on {world} ranks")
     for name in in_turn(variants, repeats, seconds):
         ranks = run(world, variants[name], is_counting=False)
         outcome[name]["seconds"].append(max(rank["seconds"] for rank in ranks))
     return outcome
-
-
-if __name__ == "__main__":
-    # torch looks up the name of each loopback peer; without an answer that takes its seconds.
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    for side in ("stock", "ours"):
-        load(side)  # before the fork, so that no rank has to
-    answer(compare)

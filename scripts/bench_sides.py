@@ -1,7 +1,4 @@
-"""The benchmark's jobs in fresh interpreters: ``bench_sides.py '{"job": NAME, ...}'``.
-
-A job prints its result as JSON on the last line of its output.
-"""
+"""The benchmark's jobs, each in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -10,12 +7,11 @@ import hashlib
 import json
 import os
 import pickle
-import sys
 import tempfile
 import time
 import timeit
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module, metadata
@@ -76,7 +72,11 @@ def rounds(most: int, seconds: float) -> Iterator[int]:
         yield turn
 
 
-def in_turn(names: Iterable[str], most: int, seconds: float) -> Iterator[str]:
+def in_turn(
+    names: Iterable[str],
+    most: int,
+    seconds: float,
+) -> Iterator[str]:
     """Each name in each round, in the other order every second time."""
     for turn in rounds(most, seconds):
         yield from sorted(names, reverse=bool(turn % 2))
@@ -163,13 +163,24 @@ def creation_calls(side: str, way: str, world: int) -> int:
     return calls.total()
 
 
-def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> Times:
+def enumerate_groups(
+    world: int,
+    token: str,
+    repeats: int,
+    seconds: float,
+) -> Times:
     """List the groups of one token, on stock and ours in turn."""
     modules = {
         "stock": load("stock"),
         "ours": import_module("compat.megatron.rank_generator"),
     }
-    sizes = {"tp": 8, "ep": 1, "dp": world // 256, "pp": 16, "cp": 2}
+    sizes = {
+        "tp": 8,
+        "ep": 1,
+        "dp": world // 256,
+        "pp": 16,
+        "cp": 2,
+    }
     ranks = {}
     times: Times = defaultdict(list)
     for side in in_turn(modules, repeats, seconds):
@@ -178,14 +189,17 @@ def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> Ti
         ranks[side] = generator.get_ranks(token)
         times[side].append(time.perf_counter() - start)
     if ranks["stock"] != ranks["ours"]:
-        raise SystemExit(f"stock and ours list different groups for {token!r}")
+        raise RuntimeError(f"stock and ours list different groups for {token!r}")
     return times
 
 
 def call_getters(
-    release: str, calls: int, repeats: int, seconds: float
-) -> dict[str, dict[str, list[float]]]:
-    """Seconds for a call of each getter, on stock and ours in turn."""
+    release: str,
+    calls: int,
+    repeats: int,
+    seconds: float,
+) -> dict[tuple[str, str], list[float]]:
+    """Seconds for a call of each getter, on stock and ours in turn; by side and name."""
     os.environ["HYPERGRID_MEGATRON_RELEASE"] = release
     modules = {side: load(side, release) for side in ("stock", "ours")}
     start_fake_world(37, 64)
@@ -198,35 +212,32 @@ def call_getters(
             create_gloo_process_groups=False,
         )
     if digest(modules["stock"]) != digest(modules["ours"]):
-        raise SystemExit("stock and ours answer differently")
-    times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        raise RuntimeError("stock and ours answer differently")
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for side in in_turn(modules, repeats, seconds):
         for name in TIMED:
             # Through the module, as callers do: mpu.get_tensor_model_parallel_rank().
             timer = timeit.Timer(f"mpu.{name}()", globals={"mpu": modules[side]})
-            times[side][name].append(timer.timeit(calls) / calls)
+            times[side, name].append(timer.timeit(calls) / calls)
     return times
 
 
-def audited(calls: int, repeats: int, seconds: float) -> Times:
-    """Seconds for a read of ours: never audited, while an audit records, and afterwards."""
+def audited(calls: int, repeats: int, seconds: float) -> list[float]:
+    """Seconds for a read of ours while an audit records."""
     from compat import audit, parallel_state
 
     start_fake_world(37, 64)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     read = parallel_state.get_tensor_model_parallel_rank
     timer = timeit.Timer("get()", globals={"get": read})
-    times: Times = {"never": timer.repeat(repeats, calls), "on": [], "off": []}
+    times = []
     for _ in rounds(repeats, seconds):
         with tempfile.TemporaryDirectory() as directory, audit.recording(directory):
-            times["on"].append(timer.timeit(calls))
-        times["off"] += timer.repeat(3, calls)
-    for name, seconds_of_calls in times.items():
-        times[name] = [value / calls for value in seconds_of_calls]
+            times.append(timer.timeit(calls) / calls)
     return times
 
 
-def import_side(side: str) -> dict[str, float]:
+def import_side(side: str) -> float:
     """Import one side's parallel_state once torch is there; stock's the way its users do."""
     import_module("torch")
     name = "megatron.core.parallel_state"
@@ -234,45 +245,29 @@ def import_side(side: str) -> dict[str, float]:
         name = "compat.parallel_state"
     start = time.perf_counter()
     import_module(name)
-    seconds = time.perf_counter() - start
-    if side == "stock":
-        return {"seconds": seconds}
-    from compat.swap import REPLACEMENTS, drift
-
-    for replacement in REPLACEMENTS.values():
-        import_module(replacement)
-    start = time.perf_counter()
-    for module in REPLACEMENTS:
-        drift.refuse_drift(module)
-    return {"seconds": seconds, "compared": time.perf_counter() - start}
+    return time.perf_counter() - start
 
 
 def recordings(directory: str, ranks: int, calls: int) -> None:
     """Write what a job left in which rank ``ranks // 2 + 1`` misses a call."""
-    from tests.support.recorded import Rank
+    from tests.support.recorded import Rank, write
 
     frames = [("/job/megatron/training.py", 100 + depth, f"step_{depth}") for depth in range(5)]
     for rank in range(ranks):
         tensor_first = rank // 8 * 8
         tensor_name = f"1{tensor_first:018}"
         data_name = f"2{rank % 8:018}"
-        members = {
+        groups = {
             tensor_name: ("TENSOR", list(range(tensor_first, tensor_first + 8))),
             data_name: ("DATA", list(range(rank % 8, ranks, 8))),
         }
-        recorded = Rank(rank, members)
+        recorded = Rank(rank, groups)
         for call in range(calls - 1):
             name = data_name if call % 4 == 3 else tensor_name
             recorded.call(name, size=(4096, 1024), frames=frames)
         if rank != ranks // 2 + 1:
             recorded.call(tensor_name, done=False, frames=frames)
-        Path(directory, f"trace_{rank}").write_bytes(pickle.dumps(recorded.dump(), 2))
-        groups = []
-        for name, (label, group_ranks) in members.items():
-            group = {"label": label, "description": label, "dims": ["tp"], "name": name}
-            groups.append({**group, "ranks": group_ranks})
-        job = {"schema": 1, "rank": rank, "world_size": ranks, "host": "a", "pid": 1}
-        Path(directory, f"groups_{rank}.json").write_text(json.dumps({**job, "groups": groups}))
+        write(Path(directory), [recorded])
 
 
 def diagnosis(side: str, directory: str, ranks: int) -> float:
@@ -289,14 +284,10 @@ def diagnosis(side: str, directory: str, ranks: int) -> float:
     if side == "ours":
         verdict = diagnose(read(directory, os.cpu_count() or 1))
         if verdict.ranks != (ranks // 2 + 1,):
-            raise SystemExit(f"another rank is missing; the verdict is {verdict.sentence}")
+            raise RuntimeError(f"another rank is missing; the verdict is {verdict.sentence}")
         return time.perf_counter() - start
     for path in Path(directory).iterdir():
-        data = path.read_bytes()
-        if path.suffix == ".json":
-            json.loads(data)
-        else:
-            pickle.loads(data)
+        pickle.loads(path.read_bytes())
     return time.perf_counter() - start
 
 
@@ -306,57 +297,59 @@ def recording(pairs: int, calls: int) -> Times:
     The blocks of a pair follow each other, in turning order, so that both see the same machine;
     the pairs of "same" compare what is not recorded with itself. An all_reduce of one rank costs
     the same each time, and less than any of several ranks: what recording adds weighs most there.
-    "thread": of each second, the CPU seconds of the recorder's thread; "stall": the most of them
-    between two calls, with 2,000 entries in torch's recorder.
     """
     from tests.support import forked
 
+    names = ("all: with", "all: without", "same: with", "same: without")
+    names_of_receives = ("p2p: with", "p2p: without")
     with tempfile.TemporaryDirectory() as directory:
         run = partial(forked.run_ranks, timeout=300)
-        times: Times = run(1, _recorded_collectives, directory, pairs, calls)[0]
-        times.update(run(2, _recorded_receives, directory, pairs // 10, calls // 10)[0])
-        return times
+        times: Times = run(1, _recorded, names, directory, pairs, calls)[0]
+        receives = run(
+            2,
+            _recorded,
+            names_of_receives,
+            directory,
+            pairs // 10,
+            calls // 10,
+        )
+        return {**times, **receives[0]}
 
 
-def _recorded_collectives(rank: int, directory: str, pairs: int, calls: int) -> Times:
+def _recorded(
+    rank: int,
+    names: Sequence[str],
+    directory: str,
+    pairs: int,
+    calls: int,
+) -> Times:
     import torch
     import torch.distributed as dist
 
     tensor = torch.ones(1024)
+    p2p = dist.get_world_size() == 2
 
     def call() -> None:
-        dist.all_reduce(tensor)
-
-    times: Times = defaultdict(list)
-    names = ("all: with", "all: without", "same: with", "same: without")
-    for name in in_turn(names, pairs, FOREVER):
-        seconds = _seconds_of_call(call, calls, directory, False, name == "all: with")
-        times[name].append(seconds)
-    thread_seconds, longest_stall = _recorder_thread(call, directory)
-    return {**times, "thread": [thread_seconds], "stall": [longest_stall]}
-
-
-def _recorded_receives(rank: int, directory: str, pairs: int, calls: int) -> Times:
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.ones(1024)
-
-    def call() -> None:
-        if rank:
-            dist.send(tensor, 0)
-        else:
+        if not p2p:
+            dist.all_reduce(tensor)
+        elif rank == 0:
             dist.recv(tensor, 1)
+        else:
+            dist.send(tensor, 0)
 
     times: Times = defaultdict(list)
-    for name in in_turn(("p2p: with", "p2p: without"), pairs, FOREVER):
-        seconds = _seconds_of_call(call, calls, directory, True, name == "p2p: with")
-        times[name].append(seconds)
-    return dict(times)
+    for name in in_turn(names, pairs, FOREVER):
+        is_recorded = name in ("all: with", "p2p: with")
+        times[name].append(_seconds_of_call(call, calls, directory, p2p, is_recorded))
+    return times
 
 
 def _seconds_of_call(
-    call: Callable[[], None], calls: int, directory: str, p2p: bool, is_recorded: bool
+    call: Callable[[], None],
+    calls: int,
+    directory: str,
+    p2p: bool,
+    is_recorded: bool,
 ) -> float:
     """CPU seconds of a call, in a block of calls."""
     import hypergrid
@@ -373,43 +366,3 @@ def _seconds_of_call(
     if recorder:
         recorder.close()
     return used / calls
-
-
-def _recorder_thread(call: Callable[[], None], directory: str) -> tuple[float, float]:
-    """CPU seconds of the recorder's thread in a second, and the most of them between two calls."""
-    import hypergrid
-
-    recorder = hypergrid.record(directory, after=600)
-    clock = time.pthread_getcpuclockid(recorder.thread.ident or 0)
-    longest = 0.0
-    first = time.clock_gettime(clock)
-    used = first
-    start = time.perf_counter()
-    while time.perf_counter() - start < 12:  # it looks at the calls each five seconds
-        call()
-        before = used
-        used = time.clock_gettime(clock)
-        longest = max(longest, used - before)
-    return (used - first) / 12, longest
-
-
-def answer(*jobs: Callable[..., Any]) -> None:
-    """Do the job that the command line names and print its result."""
-    arguments = json.loads(sys.argv[1])
-    name = arguments.pop("job")
-    (job,) = (job for job in jobs if job.__name__ == name)
-    print(json.dumps(job(**arguments)))
-
-
-if __name__ == "__main__":
-    answer(
-        initialise,
-        creation_calls,
-        enumerate_groups,
-        call_getters,
-        audited,
-        import_side,
-        recordings,
-        diagnosis,
-        recording,
-    )

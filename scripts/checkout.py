@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,11 +15,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +29,7 @@ PYTHON = ROOT / ".venv" / "bin" / "python"
 if find_spec("torch") is None and PYTHON.exists() and Path(sys.prefix) != ROOT / ".venv":
     os.execv(PYTHON, [str(PYTHON), *sys.argv])
 sys.path.insert(0, str(ROOT))
+T = TypeVar("T")
 VERDICTS = {0: "verified", 1: "differs", 2: "refused"}
 
 
@@ -70,6 +73,13 @@ def child(
             os.killpg(process.pid, signal.SIGKILL)  # ranks that it has forked too
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function of a module gives in a fresh interpreter, which has this one's path."""
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawning) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def of_each_release(
@@ -211,7 +221,11 @@ def verify(source: str, megatron: Path, timeout: float, *options: str) -> Verdic
     return Verdict(outcome, report, done.stderr)
 
 
-def table(rows: Sequence[Sequence[str]], markdown: bool = False, right: Sequence[int] = ()) -> str:
+def table(
+    rows: Sequence[Sequence[str]],
+    markdown: bool = False,
+    right: Sequence[int] = (),
+) -> str:
     """Rows under their header, aligned for a terminal or as Markdown; ``right``: these columns."""
     header = rows[0]
     if markdown:

@@ -10,16 +10,16 @@ forks the ranks. Exit status 1 when anything differs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from checkout import in_fresh_process
+
 MODELS = {
     "dense: tp=2 pp=2 dp=2": "--tp 2 --pp 2",
     "mixture of experts: tp=2 pp=2 ep=2": (
@@ -35,52 +35,44 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--order", help="let the swap override the order, stock is passed it")
-    parser.add_argument("--side", choices=("stock", "hypergrid"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     models = MODELS
     if options.run:
         models = dict(zip(options.run, options.run, strict=True))
-    if options.side:
-        results = train(options.side, list(models.values()), options.ranks, options.steps)
-        options.out.write_text(json.dumps(results))
-        return 0
     stock = run_side("stock", options, models)
     swapped = run_side("hypergrid", options, models)
     are_equal = [*map(show, models, stock, swapped)]
     return 0 if all(are_equal) else 1
 
 
-def run_side(side: str, options: argparse.Namespace, models: dict[str, str]) -> list[Results]:
+def run_side(
+    side: str,
+    options: argparse.Namespace,
+    models: dict[str, str],
+) -> list[Results]:
     """Train all models on one side, in a fresh interpreter."""
     print(f"training on {side} ...", flush=True)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    order = ""
+    variables = {"CUDA_VISIBLE_DEVICES": ""}
+    runs = list(models.values())
     if options.order and side == "stock":
-        order = f" --order {options.order}"
+        runs = [f"{arguments} --order {options.order}" for arguments in runs]
     elif options.order:
-        environment["HYPERGRID_ORDER"] = options.order
-    paths = [os.environ.get("PYTHONPATH", ""), str(HERE.parent)]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory, "results.json")
-        command = [sys.executable, __file__, f"--side={side}", f"--out={out}"]
-        command += [f"--ranks={options.ranks}", f"--steps={options.steps}"]
-        command += [f"--run={arguments}{order}" for arguments in models.values()]
-        done = subprocess.run(command, env=environment)
-        if done.returncode:
-            sys.exit(done.returncode)
-        results: list[Results] = json.loads(out.read_text())
-        return results
+        variables["HYPERGRID_ORDER"] = options.order
+    with mock.patch.dict(os.environ, variables):
+        return in_fresh_process(train, side, runs, options.ranks, options.steps)
 
 
-def train(side: str, runs: list[str], ranks: int, steps: int) -> list[Results]:
+def train(
+    side: str,
+    runs: list[str],
+    ranks: int,
+    steps: int,
+) -> list[Results]:
     """Train in this process's children, with or without the swap; rank 0's results of each run."""
     if side == "hypergrid":
         import compat
 
         compat.install()
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
     import train_gpt
 
     from compat.swap import stray_bindings
@@ -122,7 +114,4 @@ def show(title: str, stock: Results, swapped: Results) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    sys.exit(main())

@@ -16,7 +16,6 @@ import math
 import os
 import random
 import sysconfig
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -176,7 +175,10 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def build_stage(
-    args: argparse.Namespace, parallel: Parallel, config: TransformerConfig, stage: int | None
+    args: argparse.Namespace,
+    parallel: Parallel,
+    config: TransformerConfig,
+    stage: int | None,
 ) -> DistributedDataParallel:
     """One pipeline stage of the model, wrapped for data parallelism."""
     state = parallel.state
@@ -186,10 +188,11 @@ def build_stage(
     if stage is not None and not stage_of_model:
         # 0.12's model asks parallel_state which stage is built.
         state.set_virtual_pipeline_model_parallel_rank(stage)
-    # Megatron draws each weight whole on the CPU and keeps this rank's shard: as equally seeded,
-    # ranks that hold the same weights draw the same.
-    torch.manual_seed(stage or 0)
-    layers = on_cpu.local_layers(config, stage, state.get_pipeline_model_parallel_rank())
+    pp_rank = state.get_pipeline_model_parallel_rank()
+    # Megatron draws each weight whole on the CPU and keeps this rank's shard: ranks that hold parts
+    # or copies of the same layers must draw the same.
+    torch.manual_seed(100 * pp_rank + (stage or 0))
+    layers = on_cpu.local_layers(config, stage, pp_rank)
     model = GPTModel(
         config,
         layers,
@@ -252,7 +255,12 @@ def read_text() -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)[:TEXT_BYTES]
 
 
-def micro_batches(args: argparse.Namespace, state: Any, text: torch.Tensor, step: int) -> Batches:
+def micro_batches(
+    args: argparse.Namespace,
+    state: Any,
+    text: torch.Tensor,
+    step: int,
+) -> Batches:
     """This data-parallel rank's contiguous share of the step's global batch."""
     share = args.global_batch_size // state.get_data_parallel_world_size()
     first = step * args.global_batch_size + state.get_data_parallel_rank() * share
@@ -271,17 +279,30 @@ def micro_batches(args: argparse.Namespace, state: Any, text: torch.Tensor, step
             samples.append(text[offset : offset + length + 1])
         rows = torch.stack(samples).long()
         # Each token's label is the next one.
-        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "position_ids": positions}
+        batch = {
+            "tokens": rows[:, :-1],
+            "labels": rows[:, 1:],
+            "position_ids": positions,
+        }
         yield {key: values[:, columns].to(device) for key, values in batch.items()}
 
 
 def forward_step(batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """What megatron's schedules call for each micro batch: the output, and how to get its loss."""
     batch = next(batches)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+    )
 
     def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+        tokens = torch.tensor(
+            losses.numel(),
+            dtype=torch.int,
+            device=losses.device,
+        )
         return losses.float().sum(), tokens, losses.detach().float().mean()
 
     return output, loss_of
@@ -289,7 +310,11 @@ def forward_step(batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor
 
 def loss_everywhere(losses: list[torch.Tensor], group: dist.ProcessGroup) -> float:
     """The mean over micro batches and data-parallel ranks, told to every rank of the world."""
-    loss = torch.full((1,), -math.inf, device=torch.cuda.current_device())
+    loss = torch.full(
+        (1,),
+        -math.inf,
+        device=torch.cuda.current_device(),
+    )
     if losses:
         loss = torch.stack(losses).mean().view(1)
         dist.all_reduce(loss, group=group)
@@ -358,16 +383,12 @@ def train(args: argparse.Namespace, parallel: Parallel) -> tuple[list[dict[str, 
     digest = hashlib.sha256()
     steps = []
     for step in range(1, args.steps + 1):
-        start = time.perf_counter()
         losses, loss, norm = take(step)
-        seconds = time.perf_counter() - start
-        speed = args.global_batch_size * args.seq_length / seconds
         for value in (*map(float, losses), norm):
             digest.update(value.hex().encode())
         steps.append({"loss": loss, "loss_hex": loss.hex()})
         if dist.get_rank() == 0:
-            line = f"step {step:3}/{args.steps}  loss {loss:.4f}  grad norm {norm:.4f}"
-            print(f"{line}  {speed:,.0f} tokens/s", flush=True)
+            print(f"step {step:3}  loss {loss:.4f}  grad norm {norm:.4f}", flush=True)
     for stage in model:
         for name, parameter in stage.named_parameters():
             digest.update(name.encode())

@@ -19,8 +19,16 @@ WIDTH = 6
 def whole_model() -> list[torch.Tensor]:
     """The batch, the encoder's two matrices and the decoder's one: alike on every rank."""
     random = torch.Generator().manual_seed(0)
-    rows = (BATCH, WIDTH, WIDTH, WIDTH)
-    return [torch.randn(count, WIDTH, generator=random, dtype=torch.float64) for count in rows]
+    tensors = []
+    for rows in (BATCH, WIDTH, WIDTH, WIDTH):
+        tensor = torch.randn(
+            rows,
+            WIDTH,
+            generator=random,
+            dtype=torch.float64,
+        )
+        tensors.append(tensor)
+    return tensors
 
 
 def loss_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -33,15 +41,20 @@ def encode(grid: HyperCommGrid) -> dict[str, torch.Tensor]:
     peer = dist.get_rank() + 4
     tp = grid.coordinate()["tp"]
     dp = grid.coordinate()["dp"]
-    up = up.chunk(2, dim=1)[tp].clone().requires_grad_()
-    down = down.chunk(2)[tp].clone().requires_grad_()
-    part = (x.chunk(2)[dp] @ up).tanh() @ down
+    up = up.chunk(2, dim=1)[tp].clone()
+    down = down.chunk(2)[tp].clone()
+    up.requires_grad_()
+    down.requires_grad_()
+    samples = x.chunk(2)[dp]
+    part = (samples @ up).tanh() @ down
     hidden = part.detach().clone()
     dist.all_reduce(hidden, group=grid.get_pg("tp"))
     # Both ranks of a tp pair hold the sum now: each sends one half of it.
-    dist.send(hidden.chunk(2)[tp].contiguous(), peer)
+    own_half = hidden.chunk(2)[tp].contiguous()
+    dist.send(own_half, peer)
+    # The gradients of both halves are needed by both ranks.
     halves = list(torch.empty_like(hidden).chunk(2))
-    received = torch.empty_like(halves[0])
+    received = torch.empty_like(own_half)
     dist.recv(received, peer)
     dist.all_gather(halves, received, group=grid.get_pg("tp"))
     part.backward(torch.cat(halves))
@@ -54,9 +67,12 @@ def decode(grid: HyperCommGrid) -> dict[str, torch.Tensor]:
     """All of ``out``, for a quarter of the batch."""
     x, _, _, out = whole_model()
     peer = dist.get_rank() - 4
-    hidden = torch.empty_like(x.chunk(4)[0])
+    samples = x.chunk(4)[0]
+    hidden = torch.empty_like(samples)
     dist.recv(hidden, peer)
-    loss_of(hidden.requires_grad_(), out.requires_grad_()).backward()
+    hidden.requires_grad_()
+    out.requires_grad_()
+    loss_of(hidden, out).backward()
     dist.send(hidden.grad, peer)
     dist.all_reduce(out.grad, group=grid.get_pg("dp"))
     return {"out": out.grad}
@@ -75,17 +91,22 @@ def main() -> dict[str, float]:
     x, up, down, out = whole_model()
     for weight in (up, down, out):
         weight.requires_grad_()
-    loss_of((x @ up).tanh() @ down, out).backward()
+    hidden = (x @ up).tanh() @ down
+    loss_of(hidden, out).backward()
     if encoder.is_current_rank_in_grid():
         gradients = encode(encoder)
         tp = encoder.coordinate()["tp"]
-        expected = {"up": up.grad.chunk(2, 1)[tp], "down": down.grad.chunk(2)[tp]}
+        expected = {
+            "up": up.grad.chunk(2, dim=1)[tp],
+            "down": down.grad.chunk(2)[tp],
+        }
     else:
         gradients = decode(decoder)
         expected = {"out": out.grad}
     errors = {}
     for name, gradient in gradients.items():
-        errors[name] = (gradient - expected[name]).abs().max().item()
+        difference = gradient - expected[name]
+        errors[name] = difference.abs().max().item()
 
     print(f"rank {dist.get_rank()}: largest difference of gradients {errors}", flush=True)
     for grid in (encoder, decoder):

@@ -36,7 +36,8 @@ def train(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(STEPS):
-        loss = (model(batch) - batch.sin()).square().mean()
+        difference = model(batch) - batch.sin()
+        loss = difference.square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -62,9 +63,18 @@ def main() -> dict[str, Any]:
     mesh = grid.device_mesh(["dp", "tp"])
     same = all(mesh.get_group(dim) is grid.get_pg(dim) for dim in ("tp", "dp"))
 
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(
+        model,
+        mesh["tp"],
+        {
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+        },
+    )
     fully_shard(model, mesh=mesh["dp"])
-    sharded = train(model, batch.chunk(4)[mesh.get_local_rank("dp")])
+    dp_rank = mesh.get_local_rank("dp")
+    sharded = train(model, batch.chunk(4)[dp_rank])
+    # The mean over the batch is that of the four parts.
     dist.all_reduce(sharded, group=grid.get_pg("dp"))
     sharded /= 4
     new_groups = live_groups() - groups_of_the_grid
@@ -75,8 +85,12 @@ def main() -> dict[str, Any]:
         for step in range(STEPS):
             print(f"step {step}  one rank {whole[step]:.7f}  eight ranks {sharded[step]:.7f}")
     grid.destroy()
-    losses = {"whole": whole.tolist(), "sharded": sharded.tolist()}
-    return {**losses, "same": same, "made": new_groups}
+    return {
+        "whole": whole.tolist(),
+        "sharded": sharded.tolist(),
+        "same": same,
+        "made": new_groups,
+    }
 
 
 if __name__ == "__main__":

@@ -37,16 +37,28 @@ class Mlp(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = ModelParallelConfig(use_cpu_initialization=True)
-        options = {"config": config, "init_method": torch.nn.init.xavier_normal_, "bias": False}
-        options |= {"keep_master_weight_for_test": True, "skip_bias_add": False}
+        options = {
+            "config": config,
+            "init_method": torch.nn.init.xavier_normal_,
+            "bias": False,
+            "skip_bias_add": False,
+            "keep_master_weight_for_test": True,  # the whole weight, beside this rank's shard
+        }
         self.up = ColumnParallelLinear(WIDTH, HIDDEN, gather_output=False, **options)
         self.down = RowParallelLinear(HIDDEN, WIDTH, input_is_parallel=True, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x)[0].tanh())[0]
+        # Each layer gives its output, and a bias that it did not add.
+        hidden, _ = self.up(x)
+        output, _ = self.down(hidden.tanh())
+        return output
 
 
-def on_one_rank(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def on_one_rank(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
     return (x @ up.t()).tanh() @ down.t()
 
 
@@ -69,7 +81,8 @@ def main() -> dict[str, Any]:
         models[name] = model
         shards[name] = f"tp={tp_size}, {tuple(model.up.weight.shape)} of {(HIDDEN, WIDTH)}"
     with states["student"].activate():
-        (outputs["student"] - outputs["teacher"].detach()).square().mean().backward()
+        difference = outputs["student"] - outputs["teacher"].detach()
+        difference.square().mean().backward()
 
     # The same on this rank alone, with the whole weights.
     teacher = models["teacher"]
@@ -77,14 +90,19 @@ def main() -> dict[str, Any]:
     taught = on_one_rank(x, teacher.up.master_weight, teacher.down.master_weight)
     up = student.up.master_weight.requires_grad_()
     down = student.down.master_weight.requires_grad_()
-    (on_one_rank(x, up, down) - taught).square().mean().backward()
+    difference = on_one_rank(x, up, down) - taught
+    difference.square().mean().backward()
     tp = states["student"].get_tensor_model_parallel_rank()
+    up_shard = up.grad.chunk(2)[tp]
+    down_shard = down.grad.chunk(2, dim=1)[tp]
     differences = {
         "the teacher's output": outputs["teacher"] - taught,
-        "the student's first gradient": student.up.weight.grad - up.grad.chunk(2)[tp],
-        "the student's second gradient": student.down.weight.grad - down.grad.chunk(2, dim=1)[tp],
+        "the student's first gradient": student.up.weight.grad - up_shard,
+        "the student's second gradient": student.down.weight.grad - down_shard,
     }
-    errors = {name: difference.abs().max().item() for name, difference in differences.items()}
+    errors = {}
+    for name, difference in differences.items():
+        errors[name] = difference.abs().max().item()
     if dist.get_rank() == 0:
         for name, shard in shards.items():
             print(f"{name}: {shard}")
@@ -92,7 +110,11 @@ def main() -> dict[str, Any]:
             print(f"{name} differs from that of one rank by {error:.1e}")
     for state in states.values():
         state.destroy()
-    return {"held": shards, "errors": errors, "gradient": up.grad.abs().max().item()}
+    return {
+        "held": shards,
+        "errors": errors,
+        "gradient": up.grad.abs().max().item(),
+    }
 
 
 if __name__ == "__main__":

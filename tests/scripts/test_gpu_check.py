@@ -31,17 +31,16 @@ def test_without_a_gpu_each_check_says_that_it_was_skipped_and_why(gpu_check):
     assert "scripts/gpu_check --rehearse" in done.stdout
 
 
-def test_the_rehearsal_runs_every_check_but_training_and_is_a_page(gpu_check):
+def test_the_rehearsal_runs_every_check_but_training(gpu_check):
     checks = [check for check in gpu_check.CHECKS if check not in ("machine", "training")]
-    done = check_gpus("--rehearse", "--markdown", "--only", *checks)
+    done = check_gpus("--rehearse", "--only", *checks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("REHEARSAL on the CPU (ranks: 2)")
-    assert "| Check | Result | Seen |\n|---|---|---|\n| creation" in done.stdout
-    rehearsed = [line for line in done.stdout.splitlines() if "| rehearsed |" in line]
+    rehearsed = [line for line in done.stdout.splitlines() if line.startswith("rehearsed")]
     labels = [label for label, check, *_ in gpu_check.jobs(1, 1) if check == "creation"]
     labels += ["memory: share=none", "memory: share=all", "options", "recording", "suspend"]
     for label in labels:
-        assert any(line.startswith(f"| {label}") for line in rehearsed), label
+        assert any(line.startswith(f"rehearsed  {label}") for line in rehearsed), label
 
 
 def test_a_rank_that_hangs_is_a_row_and_not_the_end():
