@@ -107,6 +107,7 @@ class Row:
         ratios = sorted(map(operator.truediv, self.peer, self.ours))
         if len(ratios) == 1:
             return "once"
+        # By order, the interval's ends are at n / 2 -+ 1.96 sqrt(n) / 2.
         first = max(0, int(len(ratios) / 2 - 0.98 * len(ratios) ** 0.5))
         return f"{ratios[first]:.3g}x to {ratios[-1 - first]:.3g}x"
 
@@ -147,10 +148,12 @@ def initialisation(bench: Bench, world: int) -> list[Row]:
     digests = set()
     repeats = 3 if is_huge else 7
     for name in in_turn(("stock", "ours", "mesh"), repeats, bench.seconds(100)):
+        # Once is enough where a side takes most of a minute.
         if is_huge and name != "ours" and seconds[name]:
             continue
         measured = in_fresh_process(sides.initialise, name, world)
         seconds[name].append(measured["seconds"])
+        # A mesh has other groups.
         if name != "mesh":
             digests.add(measured["digest"])
     if len(digests) != 1:
@@ -257,6 +260,7 @@ def getters(bench: Bench, release: str) -> list[Row]:
     rows = []
     ours_of_met = []
     stock_of_met = []
+    # A page with all of them would hide those that are slower.
     for name in sides.TIMED:
         row = Row(
             f"`{name}()`, {release}",
@@ -385,6 +389,7 @@ def document(bench: Bench) -> str:
         parts.append(ABOUT_FAKE)
     if bench.counts:
         parts.append(ABOUT_REAL)
+    # In the document too: a table with fewer rows would look complete.
     parts += [f"FAILED: {failure}" for failure in bench.failures]
     return "\n\n".join(parts)
 

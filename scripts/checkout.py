@@ -67,6 +67,7 @@ def child(
         text=True,
         start_new_session=True,
     ) as process:
+        # Whatever ends the waiting, a timeout or an interrupt, ends the command too.
         try:
             output, errors = process.communicate(timeout=timeout)
         except BaseException:
@@ -213,6 +214,7 @@ def verify(source: str, megatron: Path, timeout: float, *options: str) -> Verdic
             done = child(*command, places=places, timeout=timeout)
         except subprocess.TimeoutExpired:
             return Verdict("refused", {}, f"no verdict in {timeout:.0f} s")
+    # A line that is refused before it runs has no report, only a sentence among the errors.
     try:
         report = json.loads(done.stdout)
     except ValueError:

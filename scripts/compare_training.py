@@ -54,6 +54,7 @@ def run_side(
     print(f"training on {side} ...", flush=True)
     variables = {"CUDA_VISIBLE_DEVICES": ""}
     runs = list(models.values())
+    # Stock's script passes the order itself, ours gets it from the launcher's variable.
     if options.order and side == "stock":
         runs = [f"{arguments} --order {options.order}" for arguments in runs]
     elif options.order:
@@ -78,6 +79,7 @@ def train(
     from compat.swap import stray_bindings
     from tests.support import forked
 
+    # A module that kept stock's function would make the comparison one of stock with itself.
     assert side == "stock" or not stray_bindings(), stray_bindings()
     results = []
     for arguments in runs:

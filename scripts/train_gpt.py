@@ -417,7 +417,6 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         "digest": hashlib.sha256("".join(ranks["rank_digests"]).encode()).hexdigest(),
         "steps": steps,
     }
-    print(f"{max(ranks['new_group_calls'])} new_group calls, {max(ranks['live_groups'])} groups")
     print(f"digest {results['digest']}", flush=True)
     if args.results:
         args.results.write_text(json.dumps(results, indent=1) + "\n")
