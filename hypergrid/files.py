@@ -96,11 +96,7 @@ def check_yaml(text: str, most_aliases: int = 0) -> None:
             raise ValueError(f"more than {most_aliases} aliases")
 
 
-def decoded(
-    text: str | bytes,
-    kind: type[T],
-    title: str,
-) -> T:
+def decoded(text: str | bytes, kind: type[T], title: str) -> T:
     """JSON as an object of that type: of dataclasses, of TypedDicts, or of plain types.
 
     FileError, which calls the text ``title``, on anything else. Needs msgspec.

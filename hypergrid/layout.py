@@ -106,28 +106,12 @@ class RankLayout:
         if offset < 0:
             raise LayoutError(f"the rank offset must not be negative, got {shown(offset)}.")
         # The sizes 2, 2, 3 have the strides 1, 2, 4.
-        strides = tuple(
-            accumulate(
-                sizes[:-1],
-                operator.mul,
-                initial=1,
-            )
-        )
+        strides = tuple(accumulate(sizes[:-1], operator.mul, initial=1))
         # The dataclass is frozen.
-        self.__dict__.update(
-            dims=dims,
-            sizes=sizes,
-            offset=offset,
-            strides=strides,
-        )
+        self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=strides)
 
     @classmethod
-    def from_order(
-        cls,
-        order: str,
-        sizes: Mapping[str, int],
-        offset: int = 0,
-    ) -> RankLayout:
+    def from_order(cls, order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
         """Lay out ``sizes`` in the order that ``order`` names, such as ``"tp-cp-ep-dp-pp"``.
 
         A dim of size 1 may be missing from ``order``; it is then the slowest. Upper and lower
@@ -144,11 +128,7 @@ class RankLayout:
                     f"Add it to the order or make its size 1."
                 )
             dims.append(name)
-        return cls(
-            tuple(dims),
-            tuple([sizes[name] for name in dims]),
-            offset,
-        )
+        return cls(tuple(dims), tuple([sizes[name] for name in dims]), offset)
 
     @cached_property
     def size(self) -> int:
@@ -229,12 +209,7 @@ class RankLayout:
             rank += coordinate * self.strides[axis]
         return rank
 
-    def shift(
-        self,
-        rank: int,
-        dim: str,
-        by: int = 1,
-    ) -> int:
+    def shift(self, rank: int, dim: str, by: int = 1) -> int:
         """The rank ``by`` steps further along ``dim``, around its end."""
         stride = self.stride(dim)  # refuses an unknown dim
         coordinate = self.coordinate(rank)[dim]

@@ -72,12 +72,7 @@ class GroupRow:
         """The key that is equal for labels that share a communicator; None if none may."""
         if self.separate or self.explicit is not None:
             return None
-        return Kind(
-            self.backend,
-            self.timeout,
-            self.options,
-            self.traffic,
-        )
+        return Kind(self.backend, self.timeout, self.options, self.traffic)
 
     @cached_property
     def places(self) -> Mapping[int, list[int]]:
@@ -193,17 +188,7 @@ class GroupPlan:
         """Yield ``groups_of`` with the label whose communicator is used; None for its own."""
         owners: Owners = {}
         for row, ranks in self.groups_of(rank):
-            yield (
-                row,
-                ranks,
-                owner_of(
-                    owners,
-                    row.label,
-                    ranks,
-                    row.kind,
-                    policy,
-                ),
-            )
+            yield row, ranks, owner_of(owners, row.label, ranks, row.kind, policy)
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
         """Each (row, ranks) that ``rank`` belongs to, in the order of creation."""
@@ -215,11 +200,7 @@ class GroupPlan:
         """The plan as JSON: ``{"schema": 1, "layouts": {...}, "rows": [...]}``."""
         layouts: dict[str, dict[str, Any]] = {}
         for name, layout in self.layouts.items():
-            layouts[name] = {
-                "dims": layout.dims,
-                "sizes": layout.sizes,
-                "offset": layout.offset,
-            }
+            layouts[name] = {"dims": layout.dims, "sizes": layout.sizes, "offset": layout.offset}
         default_row = GroupRow("", "", ())
         rows = []
         for row in self.rows:
@@ -230,13 +211,7 @@ class GroupPlan:
                 if row_field.name == "dims" or value != getattr(default_row, row_field.name):
                     values[row_field.name] = value
             rows.append(values)
-        return json.dumps(
-            {
-                "schema": SCHEMA,
-                "layouts": layouts,
-                "rows": rows,
-            }
-        )
+        return json.dumps({"schema": SCHEMA, "layouts": layouts, "rows": rows})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> GroupPlan:

@@ -110,11 +110,7 @@ Owners: TypeAlias = dict[tuple[tuple[int, ...], Kind], str]
 
 
 def owner_of(
-    owners: Owners,
-    label: str,
-    ranks: Sequence[int],
-    kind: Kind | None,
-    policy: Policy,
+    owners: Owners, label: str, ranks: Sequence[int], kind: Kind | None, policy: Policy
 ) -> str | None:
     """The label whose communicator the group uses; None for one of its own, noted in ``owners``."""
     if kind is None or policy.share == "none":
@@ -153,11 +149,7 @@ class Agreement:
     lazy: bool = False  # whether gloo connects on first use
 
 
-def choose(
-    epoch: str,
-    policy: Policy,
-    abilities: Sequence[Abilities],
-) -> dict[str, Any]:
+def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[str, Any]:
     """The best way of creation that all ranks can use, or why the requested one is impossible."""
     obstacle = None
     bound = None
@@ -172,11 +164,7 @@ def choose(
     if no_split is None and not all_can_split:
         no_split = "not every rank can split"
     # From the best way to the one that is always possible: why it is impossible.
-    reasons = {
-        "members": obstacle or bound,
-        "split": no_split,
-        "everyone": None,
-    }
+    reasons = {"members": obstacle or bound, "split": no_split, "everyone": None}
     way = policy.creation
     if way == "auto":
         way = next(name for name, reason in reasons.items() if reason is None)

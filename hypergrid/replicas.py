@@ -66,10 +66,8 @@ class Replicas:
         full = topology.layout
         if full.offset:
             raise LayoutError(f"{full} must begin at rank 0 to be placed on processes.")
-        # Refuses a layout without it.
-        full.axes(_REPLICAS)
+        full.axes(_REPLICAS)  # refuses a layout without it
         together = tuple(dim for dim in _TOGETHER if dim in full.dims)
-        # As if every rank had lost its process: what fills holes later places the first ones too.
         nobody = (_NOBODY,) * full.size
         processes = tuple(range(len(topology.numbers)))
         alone = cls(topology, (), accepts, full, nobody, processes)
@@ -98,10 +96,8 @@ class Replicas:
         fewest_holes_first = np.argsort(hole_counts, kind="stable")
         going_on = np.sort(fewest_holes_first[:count])
         layout = self._layout(count)
-        # Fewer replicas have other ranks: replica 2 may become replica 1.
         active = np.empty(layout.size, int)
         active[self._ranks_of_replicas(layout)] = members[going_on]
-        # Lists, which are filled in place, a block a line.
         ranks_of_blocks = layout.groups(self.together)
         blocks = active[ranks_of_blocks].tolist()
         self._fill(blocks, alive)
@@ -140,7 +136,6 @@ class Replicas:
     def _count(self, alive: Iterable[int]) -> int:
         """The largest accepted number of replicas that ``alive`` can hold."""
         full = self.topology.layout
-        # A block may not be split over hosts, so what is left over on a host holds nothing.
         blocks_of_replica = self._layout(1).size // full.dim_size(self.together)
         held = self._room(alive).total() // blocks_of_replica
         most = min(held, full.size_of(_REPLICAS))
@@ -159,7 +154,6 @@ class Replicas:
             host = _NOBODY
             if block[0] != _NOBODY:
                 host = int(self.topology.numbers[block[0]])
-            # A host that has lost processes may have no room for all of its blocks.
             if room[host]:
                 room[host] -= 1
                 host_and_block.append((host, block))
@@ -171,7 +165,6 @@ class Replicas:
         free_processes = self._by_host(alive.difference(*blocks))
         for host, block in host_and_block:
             for place, process in enumerate(block):
-                # A hole is _NOBODY, or a process that has ended.
                 if process not in alive:
                     block[place] = free_processes[host].pop(0)
 
@@ -185,7 +178,6 @@ class Replicas:
             f"{len(alive)} are alive ({', '.join(hosts)}), and one replica of "
             f"{full} needs {self._layout(1).size}"
         )
-        # Enough processes may be alive, and too few of them on one host.
         if self.together:
             size = full.dim_size(self.together)
             text += f", {size} of them at a time on one host ({'-'.join(self.together)!r})"

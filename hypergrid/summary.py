@@ -86,11 +86,7 @@ def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
     return tuple(dim for dim in row.dims if layout.dim_size(dim) > 1)
 
 
-def dims_in_words(
-    dims: Sequence[str],
-    pick: str = "all",
-    size: int = 1,
-) -> str:
+def dims_in_words(dims: Sequence[str], pick: str = "all", size: int = 1) -> str:
     """Groups over ``dims`` in words: ``"tp-dp"``, ``"pp ends"``.
 
     Without dims ``"alone"``, or ``"listed"`` if the largest has a ``size`` above 1.

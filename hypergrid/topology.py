@@ -45,7 +45,6 @@ class Topology:
 
     def __post_init__(self) -> None:
         names, numbers = _numbered(self.hosts, self.layout.stop)
-        # Hosts behind the last rank of the layout are allowed: it may be a window of the job.
         if len(numbers) < self.layout.stop:
             raise LayoutError(
                 f"hosts={shown(self.hosts)} have {len(numbers)} ranks, and {self.layout} reaches "
@@ -84,19 +83,16 @@ class Topology:
 def _numbered(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
     """The hosts' names, and the number of the host of each rank."""
     if _is_count(hosts):
-        # 10 ranks on hosts of 4: the third host has the last two.
-        host_count = -(-ranks // hosts)
+        host_count = -(-ranks // hosts)  # the last one may have fewer ranks
         names = [f"host{number}" for number in range(host_count)]
         return tuple(names), np.arange(ranks) // hosts
-    # The number of ranks of each host, in the order of hosts.
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}  # by host
     if isinstance(hosts, Mapping):
         sizes = {str(name): size for name, size in hosts.items()}
     # A text is a sequence of texts, too.
     elif isinstance(hosts, Sequence) and not isinstance(hosts, str):
         if hosts and all(isinstance(name, str) for name in hosts):
             return _numbered_names(hosts)
-        # [8, 4]: the hosts have no names of their own.
         for number, size in enumerate(hosts):
             sizes[f"host{number}"] = size
     if not sizes or not all(map(_is_count, sizes.values())):
@@ -104,7 +100,6 @@ def _numbered(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
             f"invalid hosts={shown(hosts)}; allowed: ranks per host (8), the ranks of each host "
             f"([8, 4]), the same by name ({{'a': 8, 'b': 4}}), or each rank's host (['a', 'a'])."
         )
-    # Hosts of 2 and 1 ranks: 0, 0, 1.
     return tuple(sizes), np.repeat(np.arange(len(sizes)), list(sizes.values()))
 
 
@@ -113,7 +108,6 @@ def _numbered_names(host_of_rank: Sequence[Any]) -> tuple[tuple[str, ...], np.nd
     number_of_host: dict[str, int] = {}
     numbers = []
     for name in host_of_rank:
-        # A host that is new gets the next number.
         number = number_of_host.setdefault(str(name), len(number_of_host))
         numbers.append(number)
     return tuple(number_of_host), np.array(numbers)

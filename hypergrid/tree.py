@@ -207,13 +207,7 @@ class GroupTree(Generic[Node]):
         self._lay(self.root_id, sizes, spans)
         if world_size is not None:
             total = _check_size("the world", world_size, least=1)
-            _close(
-                "the world",
-                total,
-                list(sizes),
-                sizes,
-                self._outside_dim,
-            )
+            _close("the world", total, list(sizes), sizes, self._outside_dim)
         for dim, size in sizes.items():
             if size == OPEN:
                 raise TreeError(
@@ -261,12 +255,7 @@ class GroupTree(Generic[Node]):
             outside = f"outside {self.root_id}"
         return outside
 
-    def _lay(
-        self,
-        name: str,
-        sizes: dict[str, int],
-        spans: dict[str, tuple[str, ...]],
-    ) -> None:
+    def _lay(self, name: str, sizes: dict[str, int], spans: dict[str, tuple[str, ...]]) -> None:
         """Add the dims of a node and of all below it to ``sizes``, and its span to ``spans``."""
         size = self._nodes[name].size
         first_dim = len(sizes)
@@ -279,13 +268,7 @@ class GroupTree(Generic[Node]):
                 self._lay(child, sizes, spans)
             if size is not None and size != OPEN:
                 dims = list(sizes)[first_dim:]
-                _close(
-                    repr(name),
-                    size,
-                    dims,
-                    sizes,
-                    f"rest of {name}",
-                )
+                _close(repr(name), size, dims, sizes, f"rest of {name}")
         spans[name] = tuple(sizes)[first_dim:]
 
 
@@ -342,11 +325,7 @@ class Placement:
         return self.layout.group(rank, self.dims(of))
 
 
-def _check_size(
-    name: str,
-    size: object,
-    least: int = OPEN,
-) -> int:
+def _check_size(name: str, size: object, least: int = OPEN) -> int:
     # True is an Integral, too.
     if isinstance(size, Integral) and not isinstance(size, bool):
         number = int(size)
@@ -358,13 +337,7 @@ def _check_size(
     raise TreeError(f"the size of {name} must be at least 1{or_open}, got {shown(size)}.")
 
 
-def _close(
-    owner: str,
-    total: int,
-    dims: list[str],
-    sizes: dict[str, int],
-    rest: str,
-) -> None:
+def _close(owner: str, total: int, dims: list[str], sizes: dict[str, int], rest: str) -> None:
     """Make ``dims`` multiply to ``total``: by the one that takes the rest, or by one more."""
     # Dims of 2 and -1 in a world of 8: the second one becomes 4. Dims of 2 and 2: one of 2 more.
     open_dims = []
@@ -387,11 +360,7 @@ def _close(
         sizes[rest] = total // product
 
 
-def _orthogonal(
-    placement: Placement,
-    name: str,
-    orthogonal: str,
-) -> tuple[str, ...]:
+def _orthogonal(placement: Placement, name: str, orthogonal: str) -> tuple[str, ...]:
     """The dims of ``orthogonal``, the name of the group that is orthogonal to ``name``."""
     dims = placement.orthogonal(name)
     # The name may already be one of a group or a dim: of the same dims, then.

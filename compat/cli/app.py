@@ -156,42 +156,19 @@ def show(
     out.print(f"Ranks of one colour are one group over {by}; the last line numbers the groups.")
 
 
-def _write_picture(
-    subject: PlannedJob,
-    path: Path,
-    names: list[str],
-    by: str | None,
-) -> None:
+def _write_picture(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
     from hypergrid.show.picture import picture
 
     plan = replace(subject.plan, layouts=subject.layouts)
-    picture(
-        plan,
-        subject.ranks_per_host,
-        path,
-        layouts=names,
-        by=by,
-        within=subject.within,
-    )
+    picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
 
 
-def _write_page(
-    subject: PlannedJob,
-    path: Path,
-    names: list[str],
-    by: str | None,
-) -> None:
+def _write_page(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
     from hypergrid.show.page import page
 
     if by is not None:
         subject.layouts[names[0]].dim_size(by)  # refuses a dim that is not there
-    text = page(
-        subject.plan,
-        subject.ranks_per_host,
-        offered=names,
-        within=subject.within,
-        by=by,
-    )
+    text = page(subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by)
     path.write_text(text, "utf-8")
 
 
@@ -239,13 +216,7 @@ def check(
     if suggest:
         out.print()
         kind = "NVLink domains" if subject.domains else "hosts"
-        prints.orders(
-            out,
-            requested,
-            ranking[:top],
-            len(ranking),
-            kind,
-        )
+        prints.orders(out, requested, ranking[:top], len(ranking), kind)
     return status
 
 
@@ -286,11 +257,7 @@ def diff(
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")
     changed = read(after[0])
-    compared = difference(
-        planned.plan,
-        changed.plan,
-        shards_of(planned.plan, changed.plan),
-    )
+    compared = difference(planned.plan, changed.plan, shards_of(planned.plan, changed.plan))
     if as_json:
         prints.as_json(asdict(compared))
     else:

@@ -40,11 +40,7 @@ _WIDEST = 300  # characters of a table, which is wider than the terminal where a
 _SCHEMA = 1  # of what --json prints
 _MOST_LINES = 20  # of a verdict's reasons
 _MOST_NAMES = 4  # of the functions that a file reads
-_COLOURS = {
-    "error": "bold red",
-    "warning": "bold yellow",
-    "note": "bold blue",
-}
+_COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
 def as_data(subject: PlannedJob) -> dict[str, Any]:
@@ -82,12 +78,7 @@ def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
                 "backend": row.backend,
             }
         )
-    return {
-        "rank": rank,
-        "host": hosts.host(rank),
-        "coordinates": coordinates,
-        "groups": groups,
-    }
+    return {"rank": rank, "host": hosts.host(rank), "coordinates": coordinates, "groups": groups}
 
 
 def head(subject: PlannedJob) -> Console:
@@ -133,11 +124,7 @@ def _rests_on(out: Console, subject: PlannedJob) -> None:
     out.print()
 
 
-def rank_and_groups(
-    out: Console,
-    subject: PlannedJob,
-    rank: int,
-) -> None:
+def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
     """One rank's coordinates and its groups."""
     data = of_rank(subject, rank)
     host = data["host"]
@@ -159,11 +146,7 @@ def rank_and_groups(
         label.append(f"\n  {few(ranks)}", style="dim")
         crossing = hosts > 1
         rows.append((dims, len(ranks), red(hosts, crossing), label))
-    table(
-        out,
-        ("dims", ">ranks", ">hosts", "name, and the members"),
-        rows,
-    )
+    table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
 
 
 def findings(out: Console, all_findings: Sequence[Finding]) -> None:
@@ -194,11 +177,7 @@ def orders(
     rows.append(("yours", requested.order, *requested.numbers))
     out.print(f"How many {places} a group touches at most, the best order first:")
     columns = [f">{kind}" for kind in requested.hosts]
-    table(
-        out,
-        ("", "order", *columns),
-        rows,
-    )
+    table(out, ("", "order", *columns), rows)
     out.print()
     if best[0].numbers == requested.numbers:
         out.print(f"No order of {count} is better than yours.")
@@ -224,11 +203,7 @@ def difference(out: Console, compared: Difference) -> None:
         for move in compared.moved:
             sizes = span(move.sizes, " -> ")
             moves.append((move.layout, move.dim, sizes, move.ranks))
-        table(
-            out,
-            ("grid", "dim", ">size", ">ranks with another coordinate"),
-            moves,
-        )
+        table(out, ("grid", "dim", ">size", ">ranks with another coordinate"), moves)
         out.print()
     if compared.regrouped:
         changes = []
@@ -266,12 +241,7 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         def update(done: int, total: int) -> None:
             # A line for each of 100,000 files would take longer than reading them.
             refresh = done % 100 == 0
-            bar.update(
-                task,
-                completed=done,
-                total=total,
-                refresh=refresh,
-            )
+            bar.update(task, completed=done, total=total, refresh=refresh)
 
         yield update
 
@@ -310,11 +280,7 @@ def audit(recordings: Audit, changes: Sequence[Change] | None) -> None:
                 names.append(f"{len(file.names) - _MOST_NAMES} more")
             base = file.file.rpartition("/")[2]
             rows.append((f"  {base}", f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
-    table(
-        out,
-        ("package and file", ">reads", ">sites", "of"),
-        rows,
-    )
+    table(out, ("package and file", ">reads", ">sites", "of"), rows)
     ranks = f"{len(recordings.ranks)} ranks"
     # A rank that was restarted has recorded in several processes.
     if recordings.processes != len(recordings.ranks):
@@ -347,30 +313,16 @@ def _beside_baseline(out: Console, changes: Sequence[Change]) -> None:
         out.print("As the baseline.")
 
 
-def table(
-    out: Console,
-    columns: Iterable[str],
-    rows: Iterable[Iterable[object]],
-) -> None:
+def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """A table without lines; ``">"`` before a column's name aligns it to the right.
 
     No word is cut, but an absurd one: the table is rather wider than the terminal.
     """
-    grid = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-    )
+    grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         name = column.lstrip(">")
         if column.startswith(">"):
-            grid.add_column(
-                name,
-                justify="right",
-                no_wrap=True,
-                min_width=len(name),
-            )
+            grid.add_column(name, justify="right", no_wrap=True, min_width=len(name))
         else:
             grid.add_column(name, overflow="fold")
     for row in rows:
@@ -379,22 +331,14 @@ def table(
             cell.truncate(_LONGEST, overflow="ellipsis")
         grid.add_row(*cells)
     # Of each column its longest word.
-    least_width = Measurement.get(
-        out,
-        out.options.update(width=_WIDEST),
-        grid,
-    ).minimum
+    least_width = Measurement.get(out, out.options.update(width=_WIDEST), grid).minimum
     if least_width > out.width:
         grid.width = least_width
     out.print(grid, crop=False)
 
 
 def _indented(line: Text) -> Padding:
-    return Padding(
-        line,
-        (0, 0, 0, 2),
-        expand=False,
-    )
+    return Padding(line, (0, 0, 0, 2), expand=False)
 
 
 def span(pair: tuple[int, int], to: str = "-") -> str:
@@ -419,11 +363,7 @@ class _Console(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
-            yield Segment(
-                text if control else printable(text),
-                style,
-                control,
-            )
+            yield Segment(text if control else printable(text), style, control)
 
 
 def console() -> Console:

@@ -61,7 +61,6 @@ class ProcessGroupMesh:
                 f"the world has {world_size}: the product of the sizes must be the world's size."
             )
         self.grid = HyperCommGrid.over(_layout(size))
-        # The layout's dims begin with the fastest, the mesh's axes with the slowest.
         self._shape: Coordinate = self.grid.layout.sizes[::-1]
         self._rank = dist.get_rank()
         self._coord = self.unravel(self._rank, self._shape)
@@ -102,11 +101,7 @@ class ProcessGroupMesh:
         return tuple(coordinate_of_dim.values())[::-1]
 
     @staticmethod
-    def ravel(
-        coord: Sequence[int],
-        shape: Sequence[int],
-        mode: Mode = "raise",
-    ) -> int:
+    def ravel(coord: Sequence[int], shape: Sequence[int], mode: Mode = "raise") -> int:
         """The rank at ``coord``, as ``numpy.ravel_multi_index``.
 
         Outside its axis a coordinate raises ValueError, or ``mode`` takes the remainder ("wrap"),
@@ -128,9 +123,7 @@ class ProcessGroupMesh:
 
     @staticmethod
     def get_coords_along_axis(
-        base_coord: Sequence[int],
-        axis: Axes,
-        indices_at_axis: Indices,
+        base_coord: Sequence[int], axis: Axes, indices_at_axis: Indices
     ) -> list[Coordinate]:
         """``base_coord`` with each of the indices at the axis, or at each of several axes."""
         axes, indices_of_axes = _listed(axis, indices_at_axis)
@@ -144,10 +137,7 @@ class ProcessGroupMesh:
         return coords
 
     def create_group_along_axis(
-        self,
-        axis: Axes,
-        indices_at_axis: Indices | None = None,
-        backend: str | None = None,
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> ProcessGroup:
         """Create the groups along an axis, or over several; returns the group of this rank.
 
@@ -178,10 +168,7 @@ class ProcessGroupMesh:
         return self._group(axis, indices_at_axis, backend, collective=True)
 
     def get_group_along_axis(
-        self,
-        axis: Axes,
-        indices_at_axis: Indices | None = None,
-        backend: str | None = None,
+        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
     ) -> ProcessGroup:
         """Return the groups along axes, as ``create_group_along_axis``; *local* if all exist.
 
@@ -191,7 +178,6 @@ class ProcessGroupMesh:
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
         """The global ranks of a group of this mesh. KeyError for another."""
-        # The marker stands for all groups without this rank: it has no ranks of its own.
         if group is not NOT_A_MEMBER:
             for (_, ranks), mesh_group in self._groups.items():
                 if mesh_group is group:
@@ -210,7 +196,6 @@ class ProcessGroupMesh:
         """The number of an axis, which may count from the end."""
         count = len(self._shape)
         number = _whole(axis, "axis")
-        # As an index of a sequence: axis -1 is the last one.
         if not -count <= number < count:
             raise IndexError(
                 f"axis {number} does not exist in {self!r}: it has axes 0 to {count - 1}."
@@ -222,11 +207,9 @@ class ProcessGroupMesh:
         indices_of_axis = {}
         axes, indices_of_axes = _listed(axis, indices_at_axis)
         for number, indices in zip(map(self._axis, axes), indices_of_axes, strict=True):
-            # Axes 0 and -2 of two are the same.
             if number in indices_of_axis:
                 raise ValueError(f"axes must not repeat, rank {self._rank} got {shown(axis)}.")
             size = self._shape[number]
-            # By default every position of the axis.
             if indices is None:
                 indices = range(size)
             is_repeating = len(set(indices)) < len(indices)
@@ -244,11 +227,9 @@ class ProcessGroupMesh:
         parts = []
         for axis, indices in indices_of_axis.items():
             part = f"axis{axis}"
-            # Whole axes are not listed: equal groups have equal labels.
             if len(indices) < self._shape[axis]:
                 part += str(indices).replace(" ", "")
             parts.append(part)
-        # Over no axis each rank is a group of its own.
         label = "-".join(parts) or "alone"
         if backend:
             return f"{label}/{backend}"
@@ -273,11 +254,7 @@ class ProcessGroupMesh:
         return own_ranks, [tuple(ranks) for ranks in all_ranks.tolist()]
 
     def _group(
-        self,
-        axis: Axes,
-        indices_at_axis: Indices | None,
-        backend: str | None,
-        collective: bool,
+        self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
     ) -> ProcessGroup:
         with telling_others(lambda: self.grid.layout.ranks, patience=timedelta(minutes=1)):
             indices_of_axis = self._indices(axis, indices_at_axis)
@@ -290,21 +267,13 @@ class ProcessGroupMesh:
         missing = [members for members in all_ranks if (backend, members) not in self._groups]
         if missing or collective:
             proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
-            # Empty for a rank in none of the missing groups, which only takes part in the commit.
             own_groups = {}
             if self._rank in ranks and ranks in missing:
                 own_groups[label] = ranks
             created = []
             with self.grid.two_phase_commit(proposal, repr(self)) as pool:
                 if missing:
-                    created = pool.make(
-                        label,
-                        own_groups,
-                        missing.copy,
-                        dims=dims,
-                        backend=backend,
-                    )
-            # After the commit: a creation that failed leaves no trace here.
+                    created = pool.make(label, own_groups, missing.copy, dims=dims, backend=backend)
             for members in missing:
                 self._groups[backend, members] = NOT_A_MEMBER
             if created:

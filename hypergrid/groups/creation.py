@@ -35,11 +35,7 @@ Ranks: TypeAlias = Sequence[int]
 NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # torch's marker of a rank outside a group
 
 
-def group_name(
-    label: str,
-    ranks: Ranks,
-    epoch: str,
-) -> int:
+def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     """A group's name from what it is: 128 bits, which torch writes as a decimal number.
 
     Of ranks (2, 3), the label "TENSOR" and the epoch "0..3/0", the first of ranks 0 to 3, each
@@ -59,11 +55,7 @@ def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup
 
 
 @contextmanager
-def named_from(
-    label: str,
-    ranks: Ranks,
-    epoch: str,
-) -> Iterator[None]:
+def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
     """Groups that outside code creates inside have names that count up from this one's.
 
     Each has its own name, equal on every rank that makes the same calls inside.
@@ -398,11 +390,7 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
             failures.append(error)
 
     # NCCL waits without a limit for a member that is missing.
-    thread = threading.Thread(
-        target=barrier,
-        name=f"connecting {group.group_name}",
-        daemon=True,
-    )
+    thread = threading.Thread(target=barrier, name=f"connecting {group.group_name}", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())
     if thread.is_alive():
@@ -412,9 +400,7 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def creation_timeout(
-    backend: str | None,
-    timeout: timedelta | None,
-    limit: timedelta | None = None,
+    backend: str | None, timeout: timedelta | None, limit: timedelta | None = None
 ) -> timedelta | None:
     """The timeout with which creation fails within ``timeout``, and within ``limit``.
 

@@ -70,11 +70,7 @@ class EnvironmentTable:
         self._start()
 
     def _start(self) -> None:
-        self._pool = GroupPool(
-            Agreement(epoch=""),
-            self._policy,
-            repr(self),
-        )
+        self._pool = GroupPool(Agreement(epoch=""), self._policy, repr(self))
         # By name: its row, and the group of this rank.
         self._created: dict[str, tuple[GroupRow, ProcessGroup]] = {}
         self._meshes: dict[str, DeviceMesh] = {}
@@ -120,12 +116,7 @@ class EnvironmentTable:
         """The mesh of this name. KeyError if it was not created."""
         return self._look_up("device mesh", name, self._meshes)
 
-    def _look_up(
-        self,
-        kind: str,
-        name: str,
-        pool: Mapping[str, T],
-    ) -> T:
+    def _look_up(self, kind: str, name: str, pool: Mapping[str, T]) -> T:
         if name not in pool:
             raise KeyError(
                 f"there is no {kind} {shown(name)} on rank {self.rank}: call "
@@ -300,31 +291,18 @@ class EnvironmentTable:
 
 
 def _row(
-    name: str,
-    groups: Iterable[Iterable[int]],
-    backend: str | None,
-    dims: tuple[str, ...] = (),
+    name: str, groups: Iterable[Iterable[int]], backend: str | None, dims: tuple[str, ...] = ()
 ) -> GroupRow:
     """All groups of a name, of which a rank is in one at most; equal on all ranks."""
     explicit = tuple([tuple(sorted(ranks)) for ranks in groups])
-    return GroupRow(
-        name,
-        "world",
-        dims,
-        explicit=explicit,
-        backend=plain_backend(backend),
-    )
+    return GroupRow(name, "world", dims, explicit=explicit, backend=plain_backend(backend))
 
 
 def _keys(row: GroupRow) -> list[_Key]:
     return [(row.backend, ranks) for ranks in row.explicit or ()]
 
 
-def _groups_of(
-    ranks: Any,
-    name: str,
-    world_size: int,
-) -> list[list[int]]:
+def _groups_of(ranks: Any, name: str, world_size: int) -> list[list[int]]:
     """One group, or several without a common rank."""
     try:
         lists = list(ranks)

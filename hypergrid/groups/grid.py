@@ -68,21 +68,9 @@ class HyperCommGrid:
         rank_offset: int = 0,
         backend: str | None = None,
     ) -> None:
-        self._start(
-            RankLayout(
-                tuple(dim_names),
-                tuple(shape),
-                rank_offset,
-            ),
-            backend,
-        )
+        self._start(RankLayout(tuple(dim_names), tuple(shape), rank_offset), backend)
 
-    def _start(
-        self,
-        layout: RankLayout,
-        backend: str | None,
-        world: int | None = None,
-    ) -> None:
+    def _start(self, layout: RankLayout, backend: str | None, world: int | None = None) -> None:
         if world is None:
             world = world_size()
         if layout.stop > world:
@@ -115,12 +103,7 @@ class HyperCommGrid:
         grid = cls.__new__(cls)
         grid._start(layout, backend, world_size)
         for name, (other, shared) in (views or {}).items():
-            grid.register_view(
-                name,
-                other.sizes,
-                other.dims,
-                shared,
-            )
+            grid.register_view(name, other.sizes, other.dims, shared)
         return grid
 
     @property
@@ -189,11 +172,7 @@ class HyperCommGrid:
             Dims whose groups are the same in both: the view uses the groups of the base.
         """
         base = self.layout
-        layout = RankLayout(
-            tuple(dim_names),
-            tuple(shape),
-            base.offset,
-        )
+        layout = RankLayout(tuple(dim_names), tuple(shape), base.offset)
         shared = tuple(shared_dims or ())
         if name in self._layouts:
             raise ValueError(f"View {name!r} is already registered. Choose another name.")
@@ -206,16 +185,8 @@ class HyperCommGrid:
             raise LayoutError(
                 f"View {name!r} has duplicate shared_dims: {list(shared)}. Name each dim once."
             )
-        _check_dims(
-            shared,
-            base,
-            f"view {name!r} is not in the base view",
-        )
-        _check_dims(
-            shared,
-            layout,
-            f"view {name!r} is not in the view's dim_names",
-        )
+        _check_dims(shared, base, f"view {name!r} is not in the base view")
+        _check_dims(shared, layout, f"view {name!r} is not in the view's dim_names")
         for dim in shared:
             # The first group has the size and the stride, which decide all groups, also over
             # several such dims.
@@ -300,13 +271,7 @@ class HyperCommGrid:
 
             timeout = options.get("timeout")
             with self.two_phase_commit(proposal, timeout=timeout, ranks=ranks) as pool:
-                groups = pool.make(
-                    label,
-                    members,
-                    everyone,
-                    dims=tuple(names),
-                    **options,
-                )
+                groups = pool.make(label, members, everyone, dims=tuple(names), **options)
         # A rank outside the grid takes part where every rank must, and has no group.
         group = groups[0] if groups else None
         self._pgs[key] = group
@@ -354,24 +319,14 @@ class HyperCommGrid:
         if pool is None:
             pool = self.begin(_policy(), owner)
         try:
-            with pool.two_phase_commit(
-                ranks or self.participants(),
-                proposal,
-                timeout,
-            ):
+            with pool.two_phase_commit(ranks or self.participants(), proposal, timeout):
                 yield pool
         except BaseException:
             if is_first:
                 self.pool = None
             raise
 
-    def hold(
-        self,
-        dims: Dims,
-        group: ProcessGroup | None,
-        *,
-        view: str | None = None,
-    ) -> None:
+    def hold(self, dims: Dims, group: ProcessGroup | None, *, view: str | None = None) -> None:
         """Let ``get_pg(dims)`` return a group created elsewhere, unless it has one already."""
         self._pgs.setdefault(self._find(dims, view)[0], group)
 
@@ -456,11 +411,7 @@ class HyperCommGrid:
             )
         # In a mesh the last dim is the fastest, in a grid the first.
         sizes = list(mesh.mesh.shape)[::-1]
-        grid = cls(
-            sizes,
-            names[::-1],
-            rank_offset=first,
-        )
+        grid = cls(sizes, names[::-1], rank_offset=first)
         if mesh.get_coordinate() is not None:  # this rank is in the mesh
             for name in names:
                 grid.hold((name,), mesh.get_group(name))
@@ -521,11 +472,7 @@ def ordered(layout: RankLayout, dims: Dims) -> list[str]:
     return [layout.dims[axis] for axis in axes]
 
 
-def _check_dims(
-    dims: Sequence[str],
-    layout: RankLayout,
-    where: str,
-) -> None:
+def _check_dims(dims: Sequence[str], layout: RankLayout, where: str) -> None:
     for dim in dims:
         if dim not in layout.dims:
             raise LayoutError(

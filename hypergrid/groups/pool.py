@@ -60,12 +60,7 @@ class _Contents(NamedTuple):
 class GroupPool:
     """Live groups of this process in the order of creation; ``owner`` is for messages."""
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        policy: Policy,
-        owner: str = "",
-    ) -> None:
+    def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
         self.agreement = agreement  # the last one; none yet where its epoch is empty
         self.policy = policy
         self.owner = owner
@@ -133,11 +128,7 @@ class GroupPool:
                 raise
 
     def _contents(self) -> _Contents:
-        return _Contents(
-            len(self.groups),
-            dict(self._owners),
-            len(self._labels),
-        )
+        return _Contents(len(self.groups), dict(self._owners), len(self._labels))
 
     def _roll_back(self, before: _Contents) -> None:
         self.destroy(before.groups, abort=True)  # other ranks may never destroy theirs
@@ -228,13 +219,7 @@ class GroupPool:
             raise
         return [pooled.group for pooled in self.groups[before.groups :]]
 
-    def adopt(
-        self,
-        label: str,
-        ranks: Ranks,
-        group: Any,
-        dims: tuple[str, ...] = (),
-    ) -> None:
+    def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
         """Own from now on a group that outside code created for ``label``.
 
         A group that it has returned before, or torch's default group, is shared.
@@ -281,11 +266,7 @@ class GroupPool:
         return gloo.connecting(lazily)
 
     def _failure(
-        self,
-        label: str,
-        groups: Iterable[Ranks],
-        backend: str | None,
-        error: BaseException,
+        self, label: str, groups: Iterable[Ranks], backend: str | None, error: BaseException
     ) -> CreationError:
         members = shortened(" or ".join(map(span_of, groups)) or "other ranks", 80)
         reason = "One of them may have ended, is unreachable or waits."

@@ -252,11 +252,7 @@ def _site(key: tuple[Any, ...], uses: Sequence[tuple[int, _Use]]) -> Site:
     )
 
 
-def _problem(
-    kind: str,
-    text: str,
-    reports: Sequence[tuple[int, int, str]],
-) -> Problem:
+def _problem(kind: str, text: str, reports: Sequence[tuple[int, int, str]]) -> Problem:
     """One kind of wrong read, from the rank, the count and the example of each report."""
     ranks = set()
     reads = 0
@@ -264,13 +260,7 @@ def _problem(
         ranks.add(rank)
         reads += count
     first_rank, _, example = min(reports)
-    return Problem(
-        kind,
-        text,
-        reads,
-        tuple(sorted(ranks)),
-        f"rank {first_rank} {example}",
-    )
+    return Problem(kind, text, reads, tuple(sorted(ranks)), f"rank {first_rank} {example}")
 
 
 @dataclass(frozen=True)
@@ -312,12 +302,5 @@ def against(audit: Audit, baseline_sites: Iterable[_Known]) -> list[Change]:
         before = lines_before.get(key, set())
         after = lines_after.get(key, set())
         if len(before) != len(after):
-            changes.append(
-                Change(
-                    *key,
-                    len(before),
-                    len(after),
-                    tuple(sorted(after)),
-                )
-            )
+            changes.append(Change(*key, len(before), len(after), tuple(sorted(after))))
     return changes

@@ -111,14 +111,7 @@ def difference(
             old_size = old.size_of(dim)
             new_size = new.size_of(dim)
             if differs.any() or old_size != new_size:
-                moved.append(
-                    Moved(
-                        name,
-                        dim,
-                        (old_size, new_size),
-                        int(differs.sum()),
-                    )
-                )
+                moved.append(Moved(name, dim, (old_size, new_size), int(differs.sum())))
             if dim in dims:
                 part_differs |= differs
         if part_differs.any() or old_cut != new_cut:
@@ -133,11 +126,7 @@ def difference(
     )
 
 
-def _regrouped(
-    before: GroupPlan,
-    after: GroupPlan,
-    common: range,
-) -> Iterator[Regrouped]:
+def _regrouped(before: GroupPlan, after: GroupPlan, common: range) -> Iterator[Regrouped]:
     """The names whose groups change."""
     labels = [row.label for row in (*before.rows, *after.rows)]
     for label in dict.fromkeys(labels):  # each once, in their order
@@ -186,11 +175,7 @@ def _listed(groups: Iterable[Sequence[int]]) -> str:
     return " and ".join(f"[{few(ranks)}]" for ranks in groups)
 
 
-def _coordinates(
-    layout: RankLayout,
-    dim: str,
-    ranks: range,
-) -> np.ndarray:
+def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
     """The coordinate of each rank on ``dim``: -1 outside the layout, 0 without such a dim."""
     if dim not in layout.dims:
         return np.zeros(len(ranks), dtype=int)
@@ -201,11 +186,7 @@ def _coordinates(
     return coordinates
 
 
-def _groups(
-    plan: GroupPlan,
-    label: str,
-    ranks: range,
-) -> tuple[int, np.ndarray]:
+def _groups(plan: GroupPlan, label: str, ranks: range) -> tuple[int, np.ndarray]:
     """How many groups the name has, and a digest of each rank's: equal for equal members."""
     arrays: list[np.ndarray] = []
     for row in plan.rows:
@@ -218,11 +199,7 @@ def _groups(
         stop = max(stop, int(array.max()) + 1)
     # A number for each rank: the sum over a group's members is its digest, in any order.
     generator = np.random.default_rng(0)
-    number_of_rank = generator.integers(
-        1 << 63,
-        size=stop,
-        dtype=np.uint64,
-    )
+    number_of_rank = generator.integers(1 << 63, size=stop, dtype=np.uint64)
     digests = np.zeros(stop, dtype=np.uint64)
     for array in arrays:
         # A rank may be in several groups of one name.

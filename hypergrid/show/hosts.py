@@ -29,11 +29,7 @@ class Boundary:
     topology: Topology  # its hosts are the NVLink domains
 
 
-def boundary_of(
-    layout: RankLayout,
-    hosts: Hosts,
-    within: Mapping[str, str],
-) -> Boundary:
+def boundary_of(layout: RankLayout, hosts: Hosts, within: Mapping[str, str]) -> Boundary:
     """The boundary between the ranks; ``within`` has for each host's name its NVLink domain."""
     topology = Topology(layout, hosts)
     if not within:

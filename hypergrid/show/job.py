@@ -24,14 +24,7 @@ def plan_of(recording: Recording) -> GroupPlan:
             groups_of_label.setdefault(group.label, []).append(group.ranks)
     rows = []
     for label, groups in groups_of_label.items():
-        rows.append(
-            GroupRow(
-                label,
-                "ranks",
-                (),
-                explicit=tuple(groups),
-            )
-        )
+        rows.append(GroupRow(label, "ranks", (), explicit=tuple(groups)))
     return GroupPlan({"ranks": layout}, tuple(rows))
 
 

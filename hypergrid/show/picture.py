@@ -90,15 +90,7 @@ def picture(
         )
     panels = []
     for (name, dim), title in titles.items():
-        panels.append(
-            _Panel(
-                drawn_layouts[name],
-                hosts,
-                dim,
-                within or {},
-                title,
-            )
-        )
+        panels.append(_Panel(drawn_layouts[name], hosts, dim, within or {}, title))
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -148,11 +140,7 @@ def _titles(layouts: Mapping[str, RankLayout], by: str | None) -> dict[tuple[str
     return titles
 
 
-def _compose(
-    figure: Figure,
-    panels: list[_Panel],
-    layouts: Mapping[str, RankLayout],
-) -> None:
+def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLayout]) -> None:
     """The heading, the panels in lines of equal length, a note below them."""
     panel_width = max(panel.width for panel in panels) + MARGIN
     # Five panels of which four fit side by side are lines of three and two.
@@ -175,25 +163,13 @@ def _compose(
     axes = _axes(figure, 0, 0)
     y = MARGIN
     for text in heading:
-        _text(
-            axes,
-            (MARGIN, y),
-            text,
-            11,
-            weight="bold",
-        )
+        _text(axes, (MARGIN, y), text, 11, weight="bold")
         y += HEADING
     y = top
     for line, line_height in zip(lines, line_heights, strict=True):
         x = MARGIN
         for panel in line:
-            panel.draw(
-                _axes(
-                    figure,
-                    x + panel.tiles_x,
-                    y,
-                )
-            )
+            panel.draw(_axes(figure, x + panel.tiles_x, y))
             x += panel_width
         y += line_height
     note = f"Framed: the group of rank {panels[0].layout.offset}."
@@ -311,23 +287,11 @@ class _Panel:
     def draw(self, axes: Axes) -> None:
         """Draw it on axes whose zero is the upper left corner of the tiles, in inches."""
         text_x = -self.tiles_x
-        _text(
-            axes,
-            (text_x, 0),
-            f"{self.title} = {len(self.members)}",
-            10,
-            weight="bold",
-        )
+        _text(axes, (text_x, 0), f"{self.title} = {len(self.members)}", 10, weight="bold")
         reach_colour = TEXT
         if len(self.crossing):
             reach_colour = CROSSING
-        _text(
-            axes,
-            (text_x, 0.2),
-            self.reach,
-            8,
-            color=reach_colour,
-        )
+        _text(axes, (text_x, 0.2), self.reach, 8, color=reach_colour)
         for y, text in self.notes:
             _text(axes, (text_x, y), text, 8)
         numbers = group_numbers(self.layout, self.dim)
@@ -338,54 +302,23 @@ class _Panel:
             colour = colour_of.setdefault(numbers[rank], next_colour)
             self._draw_rank(axes, rank, place, colour)
 
-    def _draw_rank(
-        self,
-        axes: Axes,
-        rank: int,
-        place: Point,
-        colour: str,
-    ) -> None:
+    def _draw_rank(self, axes: Axes, rank: int, place: Point, colour: str) -> None:
         x, y = place
-        _tile(
-            axes,
-            place,
-            CELL,
-            facecolor=colour,
-            linewidth=0,
-        )
+        _tile(axes, place, CELL, facecolor=colour, linewidth=0)
         if rank in self.members:
             # The frame is inside the tile: there it is seen on light and on dark pages.
             corner = (x + 0.03, y + 0.03)
-            _tile(
-                axes,
-                corner,
-                CELL - 0.06,
-                facecolor="none",
-                edgecolor=INK,
-                linewidth=1.5,
-            )
+            _tile(axes, corner, CELL - 0.06, facecolor="none", edgecolor=INK, linewidth=1.5)
         # Numbers of three and more digits are smaller.
         digits = len(str(self.layout.stop - 1))
         size = 8.5
         if digits > 2:
             size = min(8.0, 26 / digits)
         centre = (x + CELL / 2, y + CELL / 2)
-        _text(
-            axes,
-            centre,
-            str(rank),
-            size,
-            ha="center",
-            va="center_baseline",
-            color=INK,
-        )
+        _text(axes, centre, str(rank), size, ha="center", va="center_baseline", color=INK)
 
 
-def _axes(
-    figure: Figure,
-    x: float,
-    y: float,
-) -> Axes:
+def _axes(figure: Figure, x: float, y: float) -> Axes:
     """Axes over the whole figure, in inches to the right of and below this place."""
     width, height = figure.get_size_inches()
     axes = figure.add_axes((0, 0, 1, 1))
@@ -398,25 +331,13 @@ def _axes(
 def _tile(axes: Axes, corner: Point, size: float, **style: Any) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    box = FancyBboxPatch(
-        corner,
-        size,
-        size,
-        boxstyle="round,pad=0,rounding_size=0.04",
-        **style,
-    )
+    box = FancyBboxPatch(corner, size, size, boxstyle="round,pad=0,rounding_size=0.04", **style)
     axes.add_patch(box)
 
 
 def _text(axes: Axes, place: Point, text: str, size: float, **style: Any) -> None:
     style = {"va": "top", "color": TEXT, **style}
-    axes.text(
-        *place,
-        text,
-        fontsize=size,
-        parse_math=False,
-        **style,
-    )
+    axes.text(*place, text, fontsize=size, parse_math=False, **style)
 
 
 def _short(name: str) -> str:

@@ -38,7 +38,6 @@ def table(
     ranks_of = ranks_by_host(layout, hosts)
     names = list(ranks_of)
     hidden_count = 0
-    # A large job is folded; hosts that were asked for are all shown.
     if only is not None:
         for number in only:
             if number not in range(len(names)):
@@ -51,7 +50,6 @@ def table(
     dims = layout.trimmed.dims
     group_of_rank = group_numbers(layout, by)
     label_width = max(map(len, (*names, *dims, group_title))) + 4
-    # Ranks, coordinates and numbers of groups stand in one column, one below the other.
     largest_number = max(layout.stop - 1, *group_of_rank)
     cell_width = len(str(largest_number)) + 2
     per_line = max(1, (width - label_width) // cell_width)
@@ -67,19 +65,16 @@ def table(
         if hidden_count and name == names[-1]:
             yield Text(f"... {hidden_count} hosts between, --hosts shows them ...", style="dim")
             yield Text()
-        # A heading where the domain is another one than that of the host before.
         domain = ""
         if within is not None:
             domain = within.get(name, "")
         if domain != last_domain:
             yield Text(domain, "bold underline")
         last_domain = domain
-        # A host with more ranks than fit into a line has several blocks of lines.
         for start in range(0, len(ranks_of[name]), per_line):
             ranks = ranks_of[name][start : start + per_line]
             coloured = Text(name.ljust(label_width), style="bold")
             for rank in ranks:
-                # With more groups than styles, the ninth looks like the first.
                 style = _STYLES[group_of_rank[rank] % len(_STYLES)]
                 coloured.append(_cell(rank, cell_width), style)
             yield coloured
