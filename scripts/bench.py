@@ -165,13 +165,7 @@ def initialisation(bench: Bench, world: int) -> list[Row]:
     at_most = 2 if world == 1048576 else 0
     beside = f"{title}, beside a mesh of 4 dims"
     return [
-        Row(
-            title,
-            seconds["ours"],
-            seconds["stock"],
-            at_least=at_least,
-            at_most=at_most,
-        ),
+        Row(title, seconds["ours"], seconds["stock"], at_least=at_least, at_most=at_most),
         Row(beside, seconds["ours"], seconds["mesh"], peer_name="init_device_mesh"),
     ]
 
@@ -190,26 +184,13 @@ def real(bench: Bench, world: int) -> list[Row]:
             environment = {"HYPERGRID_SHARE": share, "HYPERGRID_CONNECT": connect}
             variants[title] = {"side": "ours", "environment": environment}
     repeats = 9 if world < 32 else 5
-    measured = compare(
-        bench,
-        world,
-        variants,
-        repeats,
-        40 + 2 * world,
-    )
+    measured = compare(bench, world, variants, repeats, 40 + 2 * world)
     for title, outcome in measured.items():
         bench.counts.append((title, *(f"{count:,}" for count in outcome["counts"].values())))
     stock_seconds = measured[stock_title]["seconds"]
     rows = []
     for title, bar in bars.items():
-        rows.append(
-            Row(
-                title,
-                measured[title]["seconds"],
-                stock_seconds,
-                at_least=bar or 0,
-            )
-        )
+        rows.append(Row(title, measured[title]["seconds"], stock_seconds, at_least=bar or 0))
     return rows
 
 
@@ -226,11 +207,7 @@ def bare(bench: Bench) -> list[Row]:
 
 
 def compare(
-    bench: Bench,
-    world: int,
-    variants: dict[str, dict[str, Any]],
-    repeats: int,
-    seconds: float,
+    bench: Bench, world: int, variants: dict[str, dict[str, Any]], repeats: int, seconds: float
 ) -> dict[str, Any]:
     """Seconds and counts of variants on real ranks, which take turns."""
     import bench_real  # not above: a fresh process imports this file, and measures imports
@@ -301,15 +278,7 @@ def diagnosis(bench: Bench) -> list[Row]:
             seconds = in_fresh_process(sides.diagnosis, name, directory, ranks)
             times[name].append(seconds)
     title = f"Reading and judging the recordings of {ranks:,} ranks, 2,000 calls each"
-    return [
-        Row(
-            title,
-            times["ours"],
-            times["alone"],
-            "`pickle` alone",
-            at_least=0.5,
-        )
-    ]
+    return [Row(title, times["ours"], times["alone"], "`pickle` alone", at_least=0.5)]
 
 
 def recording(bench: Bench) -> list[Row]:
@@ -317,13 +286,7 @@ def recording(bench: Bench) -> list[Row]:
 
     def row(title: str, name: str, at_least: float = 0) -> Row:
         without = times[f"{name}: without"]
-        return Row(
-            title,
-            times[f"{name}: with"],
-            without,
-            "not recorded",
-            at_least=at_least,
-        )
+        return Row(title, times[f"{name}: with"], without, "not recorded", at_least=at_least)
 
     return [
         row("CPU of an `all_reduce` of one gloo rank, recorded by `hypergrid.record`", "all", 0.99),
@@ -360,11 +323,7 @@ def document(bench: Bench) -> str:
         ABOUT,
     ]
 
-    def add_table(
-        header: str,
-        rows: Sequence[Sequence[str]],
-        right: Sequence[int],
-    ) -> None:
+    def add_table(header: str, rows: Sequence[Sequence[str]], right: Sequence[int]) -> None:
         if rows:
             cells = header.split(" | ")
             parts.append(checkout.table([cells, *rows], markdown=True, right=right))

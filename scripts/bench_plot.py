@@ -15,11 +15,7 @@ SIDES = {
 }
 
 
-def draw(
-    file: Path,
-    curves: Mapping[str, Mapping[int, float]],
-    about: str,
-) -> None:
+def draw(file: Path, curves: Mapping[str, Mapping[int, float]], about: str) -> None:
     """Write a PNG with a line for each side; ``curves`` has seconds by world size."""
     figure = Figure(figsize=(8, 4.8), dpi=160, layout="constrained")
     axes = figure.subplots()

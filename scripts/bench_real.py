@@ -34,22 +34,14 @@ SIZES = {
 }
 
 
-def one_rank(
-    rank: int,
-    world: int,
-    variant: dict[str, Any],
-    is_counting: bool,
-) -> dict[str, Any]:
+def one_rank(rank: int, world: int, variant: dict[str, Any], is_counting: bool) -> dict[str, Any]:
     """Initialise between two barriers and say how long that took, or what it did."""
     os.environ.update(variant.get("environment", {}))
     is_bare = variant["side"] == "bare"
     module = load("ours" if is_bare else variant["side"])
     counting_store = CountingStore(forked.store())
     dist.init_process_group(
-        "gloo",
-        store=counting_store if is_counting else forked.store(),
-        rank=rank,
-        world_size=world,
+        "gloo", store=counting_store if is_counting else forked.store(), rank=rank, world_size=world
     )
     initialize = partial(module.initialize_model_parallel, **SIZES)
     if is_bare:
@@ -102,21 +94,14 @@ def _open_files() -> int:
     return len(list(Path("/dev/fd").iterdir()))
 
 
-def run(
-    world: int,
-    variant: dict[str, Any],
-    is_counting: bool,
-) -> list[dict[str, Any]]:
+def run(world: int, variant: dict[str, Any], is_counting: bool) -> list[dict[str, Any]]:
     """One measurement on ``world`` fresh ranks."""
     arguments = (world, variant, is_counting)
     return forked.run_ranks(world, one_rank, *arguments, backend="", timeout=120)
 
 
 def compare(
-    world: int,
-    variants: dict[str, Any],
-    repeats: int,
-    seconds: float,
+    world: int, variants: dict[str, Any], repeats: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
     """Count what each variant does; then time all in turn, so that each meets the same weather."""
     # torch looks up the name of each loopback peer; without an answer that takes its seconds.

@@ -72,11 +72,7 @@ def rounds(most: int, seconds: float) -> Iterator[int]:
         yield turn
 
 
-def in_turn(
-    names: Iterable[str],
-    most: int,
-    seconds: float,
-) -> Iterator[str]:
+def in_turn(names: Iterable[str], most: int, seconds: float) -> Iterator[str]:
     """Each name in each round, in the other order every second time."""
     for turn in rounds(most, seconds):
         yield from sorted(names, reverse=bool(turn % 2))
@@ -163,24 +159,10 @@ def creation_calls(side: str, way: str, world: int) -> int:
     return calls.total()
 
 
-def enumerate_groups(
-    world: int,
-    token: str,
-    repeats: int,
-    seconds: float,
-) -> Times:
+def enumerate_groups(world: int, token: str, repeats: int, seconds: float) -> Times:
     """List the groups of one token, on stock and ours in turn."""
-    modules = {
-        "stock": load("stock"),
-        "ours": import_module("compat.megatron.rank_generator"),
-    }
-    sizes = {
-        "tp": 8,
-        "ep": 1,
-        "dp": world // 256,
-        "pp": 16,
-        "cp": 2,
-    }
+    modules = {"stock": load("stock"), "ours": import_module("compat.megatron.rank_generator")}
+    sizes = {"tp": 8, "ep": 1, "dp": world // 256, "pp": 16, "cp": 2}
     ranks = {}
     times: Times = defaultdict(list)
     for side in in_turn(modules, repeats, seconds):
@@ -194,10 +176,7 @@ def enumerate_groups(
 
 
 def call_getters(
-    release: str,
-    calls: int,
-    repeats: int,
-    seconds: float,
+    release: str, calls: int, repeats: int, seconds: float
 ) -> dict[tuple[str, str], list[float]]:
     """Seconds for a call of each getter, on stock and ours in turn; by side and name."""
     os.environ["HYPERGRID_MEGATRON_RELEASE"] = release
@@ -305,24 +284,11 @@ def recording(pairs: int, calls: int) -> Times:
     with tempfile.TemporaryDirectory() as directory:
         run = partial(forked.run_ranks, timeout=300)
         times: Times = run(1, _recorded, names, directory, pairs, calls)[0]
-        receives = run(
-            2,
-            _recorded,
-            names_of_receives,
-            directory,
-            pairs // 10,
-            calls // 10,
-        )
+        receives = run(2, _recorded, names_of_receives, directory, pairs // 10, calls // 10)
         return {**times, **receives[0]}
 
 
-def _recorded(
-    rank: int,
-    names: Sequence[str],
-    directory: str,
-    pairs: int,
-    calls: int,
-) -> Times:
+def _recorded(rank: int, names: Sequence[str], directory: str, pairs: int, calls: int) -> Times:
     import torch
     import torch.distributed as dist
 
@@ -345,11 +311,7 @@ def _recorded(
 
 
 def _seconds_of_call(
-    call: Callable[[], None],
-    calls: int,
-    directory: str,
-    p2p: bool,
-    is_recorded: bool,
+    call: Callable[[], None], calls: int, directory: str, p2p: bool, is_recorded: bool
 ) -> float:
     """CPU seconds of a call, in a block of calls."""
     import hypergrid

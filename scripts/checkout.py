@@ -52,10 +52,7 @@ def variables(*places: Path | str, **more: str) -> dict[str, str]:
 
 
 def child(
-    *command: Path | str,
-    places: Sequence[Path] = (),
-    timeout: float | None = None,
-    **more: str,
+    *command: Path | str, places: Sequence[Path] = (), timeout: float | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in the checkout; its outcome with all that it printed."""
     with subprocess.Popen(
@@ -143,11 +140,7 @@ def fork_ranks(
     rank_of_process = {}
     for rank in ranks:
         process = forked.fork_logged(
-            partial(body, rank),
-            folder / f"log.{rank}",
-            RANK=rank,
-            LOCAL_RANK=rank,
-            **environment,
+            partial(body, rank), folder / f"log.{rank}", RANK=rank, LOCAL_RANK=rank, **environment
         )
         rank_of_process[process] = rank
     return rank_of_process
@@ -223,11 +216,7 @@ def verify(source: str, megatron: Path, timeout: float, *options: str) -> Verdic
     return Verdict(outcome, report, done.stderr)
 
 
-def table(
-    rows: Sequence[Sequence[str]],
-    markdown: bool = False,
-    right: Sequence[int] = (),
-) -> str:
+def table(rows: Sequence[Sequence[str]], markdown: bool = False, right: Sequence[int] = ()) -> str:
     """Rows under their header, aligned for a terminal or as Markdown; ``right``: these columns."""
     header = rows[0]
     if markdown:

@@ -45,11 +45,7 @@ def main() -> int:
     return 0 if all(are_equal) else 1
 
 
-def run_side(
-    side: str,
-    options: argparse.Namespace,
-    models: dict[str, str],
-) -> list[Results]:
+def run_side(side: str, options: argparse.Namespace, models: dict[str, str]) -> list[Results]:
     """Train all models on one side, in a fresh interpreter."""
     print(f"training on {side} ...", flush=True)
     variables = {"CUDA_VISIBLE_DEVICES": ""}
@@ -63,12 +59,7 @@ def run_side(
         return in_fresh_process(train, side, runs, options.ranks, options.steps)
 
 
-def train(
-    side: str,
-    runs: list[str],
-    ranks: int,
-    steps: int,
-) -> list[Results]:
+def train(side: str, runs: list[str], ranks: int, steps: int) -> list[Results]:
     """Train in this process's children, with or without the swap; rank 0's results of each run."""
     if side == "hypergrid":
         import compat

@@ -27,9 +27,7 @@ def fail(what: str) -> SystemExit:
 
 
 def pip(
-    arguments: list[str],
-    wanted: Mapping[str, str],
-    environment: Mapping[str, str] | None = None,
+    arguments: list[str], wanted: Mapping[str, str], environment: Mapping[str, str] | None = None
 ) -> None:
     """Run pip for these requirements alone: ``name==version`` -> sha256, several with spaces."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,11 +71,7 @@ def keep(
     if (CACHE / folder).is_dir():
         return
     with tempfile.TemporaryDirectory() as scratch, whole(folder) as new:
-        pip(
-            ["download", "--dest", scratch, *options],
-            {wanted: digest},
-            environment,
-        )
+        pip(["download", "--dest", scratch, *options], {wanted: digest}, environment)
         (archive,) = Path(scratch).iterdir()
         for path, content in _files(archive, re.compile(pattern)):
             (new / path).parent.mkdir(parents=True, exist_ok=True)

@@ -30,11 +30,7 @@ def main() -> None:
     address = ("10.77.0.1", options.port)
     tester = os.getppid()
     children = fork_ranks(
-        partial(rank_of_job, options, folder),
-        options.ranks,
-        folder,
-        *address,
-        options.world,
+        partial(rank_of_job, options, folder), options.ranks, folder, *address, options.world
     )
     store = None
     if 0 in options.ranks:

@@ -175,10 +175,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def build_stage(
-    args: argparse.Namespace,
-    parallel: Parallel,
-    config: TransformerConfig,
-    stage: int | None,
+    args: argparse.Namespace, parallel: Parallel, config: TransformerConfig, stage: int | None
 ) -> DistributedDataParallel:
     """One pipeline stage of the model, wrapped for data parallelism."""
     state = parallel.state
@@ -232,9 +229,7 @@ def build(
     stages = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
     model = [build_stage(args, parallel, config, stage) for stage in stages]
     optimizer_config = OptimizerConfig(
-        lr=2e-3,
-        weight_decay=0.0,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        lr=2e-3, weight_decay=0.0, use_distributed_optimizer=args.use_distributed_optimizer
     )
     gloo = {"use_gloo_process_groups": parallel.groups is None}
     optimizer = get_megatron_optimizer(
@@ -255,12 +250,7 @@ def read_text() -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)[:TEXT_BYTES]
 
 
-def micro_batches(
-    args: argparse.Namespace,
-    state: Any,
-    text: torch.Tensor,
-    step: int,
-) -> Batches:
+def micro_batches(args: argparse.Namespace, state: Any, text: torch.Tensor, step: int) -> Batches:
     """This data-parallel rank's contiguous share of the step's global batch."""
     share = args.global_batch_size // state.get_data_parallel_world_size()
     first = step * args.global_batch_size + state.get_data_parallel_rank() * share
@@ -279,30 +269,17 @@ def micro_batches(
             samples.append(text[offset : offset + length + 1])
         rows = torch.stack(samples).long()
         # Each token's label is the next one.
-        batch = {
-            "tokens": rows[:, :-1],
-            "labels": rows[:, 1:],
-            "position_ids": positions,
-        }
+        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "position_ids": positions}
         yield {key: values[:, columns].to(device) for key, values in batch.items()}
 
 
 def forward_step(batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """What megatron's schedules call for each micro batch: the output, and how to get its loss."""
     batch = next(batches)
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        None,
-        labels=batch["labels"],
-    )
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tokens = torch.tensor(
-            losses.numel(),
-            dtype=torch.int,
-            device=losses.device,
-        )
+        tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
         return losses.float().sum(), tokens, losses.detach().float().mean()
 
     return output, loss_of
@@ -310,11 +287,7 @@ def forward_step(batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor
 
 def loss_everywhere(losses: list[torch.Tensor], group: dist.ProcessGroup) -> float:
     """The mean over micro batches and data-parallel ranks, told to every rank of the world."""
-    loss = torch.full(
-        (1,),
-        -math.inf,
-        device=torch.cuda.current_device(),
-    )
+    loss = torch.full((1,), -math.inf, device=torch.cuda.current_device())
     if losses:
         loss = torch.stack(losses).mean().view(1)
         dist.all_reduce(loss, group=group)

@@ -82,10 +82,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Acti
 
 
 def _kind(
-    line: Line,
-    action: argparse.Action,
-    base: SmallJob,
-    parsed: Any,
+    line: Line, action: argparse.Action, base: SmallJob, parsed: Any
 ) -> tuple[str, list[SmallJob]]:
     """The outcome, as far as it needs no step, and the jobs that decide otherwise."""
     refusal = ""

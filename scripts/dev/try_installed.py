@@ -36,7 +36,7 @@ dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
 assert total == 2 and parallel_state.__name__ == "compat.parallel_state"
 parallel_state.destroy_model_parallel()
 dist.destroy_process_group()
-""",
+"""
 }
 SIZES = "--world-size 4 --tp 2"
 LAUNCH = "torchrun --nproc-per-node 4 --no-python hypergrid-launch"

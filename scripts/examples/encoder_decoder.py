@@ -21,12 +21,7 @@ def whole_model() -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     tensors = []
     for rows in (BATCH, WIDTH, WIDTH, WIDTH):
-        tensor = torch.randn(
-            rows,
-            WIDTH,
-            generator=random,
-            dtype=torch.float64,
-        )
+        tensor = torch.randn(rows, WIDTH, generator=random, dtype=torch.float64)
         tensors.append(tensor)
     return tensors
 
@@ -96,10 +91,7 @@ def main() -> dict[str, float]:
     if encoder.is_current_rank_in_grid():
         gradients = encode(encoder)
         tp = encoder.coordinate()["tp"]
-        expected = {
-            "up": up.grad.chunk(2, dim=1)[tp],
-            "down": down.grad.chunk(2)[tp],
-        }
+        expected = {"up": up.grad.chunk(2, dim=1)[tp], "down": down.grad.chunk(2)[tp]}
     else:
         gradients = decode(decoder)
         expected = {"out": out.grad}

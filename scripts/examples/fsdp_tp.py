@@ -63,14 +63,7 @@ def main() -> dict[str, Any]:
     mesh = grid.device_mesh(["dp", "tp"])
     same = all(mesh.get_group(dim) is grid.get_pg(dim) for dim in ("tp", "dp"))
 
-    parallelize_module(
-        model,
-        mesh["tp"],
-        {
-            "up": ColwiseParallel(),
-            "down": RowwiseParallel(),
-        },
-    )
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     dp_rank = mesh.get_local_rank("dp")
     sharded = train(model, batch.chunk(4)[dp_rank])
@@ -85,12 +78,7 @@ def main() -> dict[str, Any]:
         for step in range(STEPS):
             print(f"step {step}  one rank {whole[step]:.7f}  eight ranks {sharded[step]:.7f}")
     grid.destroy()
-    return {
-        "whole": whole.tolist(),
-        "sharded": sharded.tolist(),
-        "same": same,
-        "made": new_groups,
-    }
+    return {"whole": whole.tolist(), "sharded": sharded.tolist(), "same": same, "made": new_groups}
 
 
 if __name__ == "__main__":

@@ -54,11 +54,7 @@ class Mlp(torch.nn.Module):
         return output
 
 
-def on_one_rank(
-    x: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-) -> torch.Tensor:
+def on_one_rank(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return (x @ up.t()).tanh() @ down.t()
 
 
@@ -110,11 +106,7 @@ def main() -> dict[str, Any]:
             print(f"{name} differs from that of one rank by {error:.1e}")
     for state in states.values():
         state.destroy()
-    return {
-        "held": shards,
-        "errors": errors,
-        "gradient": up.grad.abs().max().item(),
-    }
+    return {"held": shards, "errors": errors, "gradient": up.grad.abs().max().item()}
 
 
 if __name__ == "__main__":
