@@ -44,6 +44,6 @@ def test_flags_of_python_are_known_to_python():
 
 def test_a_script_is_an_argument_of_its_own(tmp_path):
     script = tmp_path / "job.sh"
-    script.write_text("A=(2 4 8)\ntorchrun --nproc-per-node 8 p.py --tp ${A[$INDEX]}\n")
-    assert "tp=4" in run(f"check {script} --set INDEX=1")
+    script.write_text("TP=$((HALF * 2))\ntorchrun --nproc-per-node 8 p.py --tp $TP\n")
+    assert "tp=4" in run(f"check {script} --set HALF=2")
     assert "there is no file" in run(f"check {tmp_path / 'no.sh'}", 2)

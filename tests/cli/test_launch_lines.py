@@ -97,6 +97,15 @@ def test_a_slurm_script_gives_the_ranks_and_the_arguments_of_its_job(name, left_
         "unset $X",
         "TP=$RANDOM",
         "wait -p TP",
+        "unset TP",
+        "printf -v TP 8",
+        "((TP++))",
+        "for ((TP = 0; TP < 8; TP++)); do :; done",
+        "TP=(2 4); TP=${TP[1]}",
+        "TP=$(echo 4)",
+        "X=4x; TP=${X%x}",
+        "TP=4 > log",
+        "export $(cat env)",
     ],
 )
 def test_what_is_not_followed_is_refused_where_the_launch_uses_it(script):

@@ -123,4 +123,9 @@ def outcome(expected: list[list[str]], words: list[list[str]] | None, is_decided
     """How the reader did beside bash, in one word or two."""
     if words is None:
         return "refused" if is_decided else "rightly refused"
-    return "right" if words == expected else "wrong"
+    if words == expected:
+        return "right"
+    # Launches that may happen or not: commands refuse them unless they start the same job.
+    if len({tuple(launch) for launch in words}) > 1 and all(call in words for call in expected):
+        return "refused"
+    return "wrong"

@@ -9,30 +9,33 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, TypeAlias
 
 from compat.cli.bash import builtins
-from compat.cli.bash.builtins import Leaving
-from compat.cli.bash.conditions import COMPARED, LITERAL, Status, holds, matches, negated
-from compat.cli.bash.state import POSITIONAL, State, joined
-from compat.cli.bash.sums import number
-from compat.cli.bash.tree import (
-    Node,
-    is_assigning,
-    literal_of,
-    nodes_in,
-    pattern_of,
-    statements_of,
+from compat.cli.bash.conditions import COMPARED, Status, holds, negated
+from compat.cli.bash.state import NAME, POSITIONAL, State, joined
+from compat.cli.bash.tree import Node, literal_of, statements_of
+from compat.cli.bash.values import (
+    OPEN,
+    PRIVATE,
+    Holes,
+    ScriptError,
+    Word,
+    is_unknown,
+    opened,
+    plain,
 )
-from compat.cli.bash.values import LONGEST, OPEN, Hole, ScriptError, Word, is_unknown, opened, plain
 from compat.cli.bash.words import Expander
 
 _SECONDS = 3  # to follow a script
-_MOST_TURNS = 1000  # of a loop
-_EMPTY: Node = {"Parts": []}
-_READ_OF_STATEMENT = {"Line", "Cmd", "Redirs", "Negated", "Background"}
+# They open no file that could be missing.
+_CERTAIN_TARGETS = ("/dev/null", "1", "2", "-")
+# A pattern that only the text itself matches.
+_LITERAL = re.compile(r"[\w./:=,@%-]*")
+Step: TypeAlias = Callable[[], Status]
 
 
 @dataclass(frozen=True)
@@ -44,74 +47,22 @@ class Command:
     line: int
 
 
+class Leaving(Exception):
+    """What is followed ends here: the shell, a function, a loop or a turn of it."""
+
+
 class Script(Expander):
     """One run of a script: its state now, and the programs that were started so far."""
 
     def __init__(self, state: State, takes_defaults: bool) -> None:
         super().__init__(state, takes_defaults)
         self.commands: list[Command] = []
-        self.level = 0  # of functions that call each other
-        self.loops = 0  # around the command, in its function
-        self.output: str | None = None  # of the substitution that is followed; None: not known
-        self._prefix: list[str] = []  # the words before `bash -c`
-        self._outer_line: int | None = None  # of a command whose argument is followed
-        self._end = time.monotonic() + _SECONDS
-
-    def evaluate(self, text: str, line: int) -> Status:
-        """Follow a text as code. What is not known in it may be any code."""
-        outer_line = self._outer_line
-        self._outer_line = line
-        why = f"line {line} runs a text of which a part is not known"
-        if is_unknown(text):
-            self.state.forget(why)
-        status = self.follow(statements_of(opened(text)))
-        self._outer_line = outer_line
-        self.line = line
-        if is_unknown(text):
-            self.state.forget(why)
-            return None
-        return status
-
-    def apart(self, step: Callable[[], object]) -> Status:
-        """Do a step in a shell of its own, of which no variable comes back."""
-        outer = self.state, self.loops
-        self.state = self.state.copy()
-        self.loops = 0
-        self._way(step)
-        self.state, self.loops = outer
-        return None
-
-    def output_of(self, statements: Sequence[Node]) -> str | None:
-        """The text that the statements of a substitution print; None if it is not known."""
-        line = self.line
-        outer_output = self.output
-        self.output = ""
-        self.apart(lambda: self.follow(statements))
-        output = self.output
-        self.output = outer_output
-        self.line = line
-        # Bash takes the line ends behind it away.
-        return None if output is None else output.rstrip("\n")
-
-    def prints(self, text: str | None) -> None:
-        """Add to what the substitution prints that is followed; None: it is not known what."""
-        if text is None or self.output is None or len(self.output + text) > LONGEST:
-            self.output = None
-        else:
-            self.output += text
-
-    def refuse(self, what: str) -> NoReturn:
-        """Refuse a command that changes what later ones mean, or that is not followed."""
-        raise ScriptError(
-            f"line {self.line} of the launch line, {plain(what)}, cannot be followed."
-        )
-
-    def check_time(self) -> None:
-        """Refuse a script that takes too long to follow."""
-        if time.monotonic() > self._end:
-            raise ScriptError(
-                f"the launch line takes more than {_SECONDS} seconds to read. Paste less of it."
-            )
+        # The states in which `return` leaves the function, `break` the loop, `continue` the turn.
+        # "local": the names of the function's variables.
+        self.left: dict[str, list[Any]] = {}
+        self.traps: list[tuple[str, int]] = []  # code that runs at any time, and its line
+        self.functions: dict[str, Any] = {}  # wherever they are defined
+        self.end = time.monotonic() + _SECONDS
 
     # Ways through a script.
 
@@ -122,451 +73,403 @@ class Script(Expander):
             status = self._statement(statement)
         return status
 
+    def evaluate(self, text: str, state: State | None = None) -> Status:
+        """Follow a text as code, in a shell of its own if that begins with a state."""
+        statements = statements_of(opened(text), self.state.line)
+        # What is not known in it may be any code.
+        if is_unknown(text):
+            (state or self.state).forget()
+        elif state is None:
+            return self.follow(statements)
+        return self.apart(statements, state)
+
+    def apart(self, statements: Sequence[Node], state: State | None = None) -> Status:
+        """Follow statements in a shell of their own, of which no variable comes back."""
+        outer = self.state
+        outer_left = self.left
+        self.state = state or outer.copy()
+        # `return` and `break` end such a shell, in ways that are not followed: they are refused.
+        self.left = {}
+        with suppress(Leaving):
+            self.follow(statements)
+        self.state = outer
+        self.left = outer_left
+        return None
+
+    def leave(self, how: str) -> None:
+        """Leave a function, a loop or a turn, or the shell."""
+        if how != "exit":
+            self.left[how].append(self.state)
+        raise Leaving
+
+    def _ways(self, *ways: Step, until: str = "") -> Status:
+        """Follow each of several ways, of which the text does not decide one.
+
+        Behind them meet all that do not leave, and those that leave by ``until``.
+        """
+        if len(ways) == 1 and not until:
+            return ways[0]()
+        entry = self.state
+        outer_left = self.left
+        states: list[State] = []
+        if until:
+            self.left = {**outer_left, until: states}
+        for way in ways:
+            self.state = entry.copy()
+            with suppress(Leaving):
+                way()
+                states.append(self.state)
+        self.left = outer_left
+        # All ways leave: if [ -f x ]; then exit 1; else exit 2; fi
+        if not states:
+            raise Leaving
+        self.state = joined(states, entry.line)
+        return None
+
+    def _perhaps(self, statements: Sequence[Node], until: str = "") -> Status:
+        """Follow statements that may be followed or not."""
+        return self._ways(partial(self.follow, statements), partial(self.follow, []), until=until)
+
+    def _any_number_of_times(self, statements: Sequence[Node]) -> None:
+        """Follow the turns of a loop, until nothing more becomes unknown."""
+        first = len(self.commands)
+        before = None
+        while self.state != before:
+            before = self.state
+            # The programs of an earlier turn start again, with less that is known.
+            del self.commands[first:]
+            self._perhaps(statements, until="continue")
+
+    # Statements.
+
     def _statement(self, statement: Node) -> Status:
-        self.check_time()
-        self.line = self._outer_line or statement["Line"]
-        if statement.keys() - _READ_OF_STATEMENT:
-            self.refuse("coproc")
-        has_file = False
+        if time.monotonic() > self.end:
+            raise ScriptError(
+                f"the launch line takes more than {_SECONDS} seconds to read. Paste less of it."
+            )
+        self.state.line = statement["Line"]
+        may_fail = False
         for redirect in statement.get("Redirs", []):
-            if redirect["Op"] not in ("<<", "<<-", "<<<"):
-                self.prints(None)
-                # There may be no such file.
-                has_file |= literal_of(redirect.get("Word", _EMPTY)) != "/dev/null"
             # {fd}>log assigns, and >${LOG:=x} for some commands and not for others.
-            if "N" in redirect and "{" in redirect["N"]["Value"]:
-                self.refuse("a redirection that assigns")
-            self._check_assigns_nothing(redirect)
-            self.may_happen(redirect)
-        status: Status = True
-        if "Background" in statement:
-            self.prints(None)
-            self.apart(partial(self._command, statement["Cmd"]))
-            return True
-        if "Cmd" in statement:
-            status = self._command(statement["Cmd"])
-        if has_file:
+            descriptor = redirect.get("N", {}).get("Value", "")
+            self.state.lose(NAME.findall(descriptor))
+            self.unread(redirect)
+            target = literal_of(redirect.get("Word", {}))
+            is_text = redirect["Op"].startswith("<<")
+            if not is_text and target not in _CERTAIN_TARGETS:
+                may_fail = True
+        if "Cmd" not in statement:
             return None
+        bare = [{"Line": self.state.line, "Cmd": statement["Cmd"]}]
+        # torchrun p.py &
+        if "Background" in statement:
+            self.apart(bare)
+            return True
+        # A command whose file cannot be opened is not run.
+        if may_fail:
+            return self._perhaps(bare)
+        status = self._command(statement["Cmd"])
+        # ! command
         if "Negated" in statement:
             return negated(status)
         return status
 
-    def _check_assigns_nothing(self, node: object) -> None:
-        if any(is_assigning(below) for below in nodes_in(node)):
-            self.refuse("an expansion that assigns")
-
     def _command(self, command: Node) -> Status:
         """Follow a command by its type."""
-        match command["Type"]:
-            case "CallExpr":
+        match command:
+            # X=8 torchrun p.py
+            case {"Type": "CallExpr"}:
                 return self._simple(command.get("Assigns", []), command.get("Args", []))
-            case "DeclClause":
+            # export X=8
+            case {"Type": "DeclClause"}:
                 return builtins.declare(self, command)
-            case "ArithmCmd":
-                value = number(self, command["X"])
-                return None if isinstance(value, Hole) else value != 0
-            case "TestClause":
-                operators = {node.get("Op") for node in nodes_in(command["X"])}
-                # shfmt reads `a && b || c` as `a && (b || c)`, and bash as `(a && b) || c`.
-                if {"&&", "||"} <= operators:
-                    self.may_happen(command["X"])
+            # ((N > 8))
+            case {"Type": "ArithmCmd", "X": expression}:
+                number = self.sum_of(expression)
+                if is_unknown(number):
                     return None
-                return self._test(command["X"])
-            case "Block":
-                return self.follow(command["Stmts"])
-            case "TimeClause" if "Stmt" in command:
-                return self._statement(command["Stmt"])
-            case "Subshell":
-                return self.apart(lambda: self.follow(command["Stmts"]))
-            case "BinaryCmd":
-                return self._two_sides(command)
-            case "IfClause":
+                return number != "0"
+            # [[ $N -gt 8 && $X == a ]]
+            case {"Type": "TestClause", "X": test}:
+                # What stands behind && may be expanded or not.
+                self.unread(test)
+                return self._test(test)
+            # { ...; }
+            case {"Type": "Block", "Stmts": statements}:
+                return self.follow(statements)
+            case {"Type": "TimeClause", "Stmt": statement}:
+                return self._statement(statement)
+            # ( ... )
+            case {"Type": "Subshell", "Stmts": statements}:
+                return self.apart(statements)
+            case {"Type": "BinaryCmd", "Op": "&&" | "||" as operator, "X": first, "Y": second}:
+                status = self._statement(first)
+                if status is None:
+                    return self._perhaps([second])
+                # false && second
+                if status != (operator == "&&"):
+                    return status
+                return self._statement(second)
+            # first | second
+            case {"Type": "BinaryCmd", "X": first, "Y": second}:
+                self.apart([first])
+                return self.apart([second])
+            case {"Type": "IfClause"}:
                 return self._if(command)
-            case "CaseClause":
-                return self._case(self.text(command["Word"]), command.get("Items", []))
-            case "ForClause" if command["Loop"]["Type"] == "CStyleLoop":
-                return self._counting(command["Loop"], command["Do"])
-            case "ForClause" if "Select" not in command:
-                return self._for(command)
-            case "WhileClause" if "Until" in command:
-                return self._loop(lambda: negated(self.follow(command["Cond"])), command["Do"])
-            case "WhileClause":
-                return self._loop(lambda: self.follow(command["Cond"]), command["Do"])
-            case "FuncDecl" if "Name" in command:
-                name = command["Name"]["Value"]
-                # Such a word is not looked up among functions.
+            case {"Type": "CaseClause", "Word": word}:
+                return self._case(self.text(word), command.get("Items", []))
+            case {"Type": "ForClause" | "WhileClause"}:
+                return self._ways(partial(self._loop, command), until="break")
+            # A word such as export is not looked up among functions.
+            case {"Type": "FuncDecl", "Name": {"Value": name}, "Body": body}:
                 if name not in builtins.DECLARING:
-                    self.state.values[f"{name}()"] = command["Body"]
+                    self.state.values[f"{name}()"] = body
+                    self.functions[f"{name}()"] = body
                     return True
+        # coproc, let, [[ in a function's name: their whole script is refused.
         self.refuse(command["Type"])
 
-    def _two_sides(self, command: Node) -> Status:
-        """``a && b``, ``a || b``, ``a | b``."""
-        first = partial(self._statement, command["X"])
-        second = partial(self._statement, command["Y"])
-        if command["Op"] not in ("&&", "||"):
-            self.prints(None)
-            self.apart(first)
-            return self.apart(second)
-        status = first()
-        goes_on = status
-        if command["Op"] == "||":
-            goes_on = negated(status)
-        return self._branch(goes_on, second, lambda: status)
-
-    def _way(self, step: Callable[[], object]) -> str:
-        """Follow a way; how the shell, a function or a loop is left on it, "" if none is."""
-        try:
-            step()
-        except Leaving as leaving:
-            return leaving.how
-        return ""
-
-    def _fork(self, first: Callable[[], object], second: Callable[[], object]) -> None:
-        """Follow both of two ways, of which the text does not decide one."""
-        line = self.line
-        self.prints(None)
-        entry = self.state.copy()
-        first_ending = self._way(first)
-        first_state = self.state
-        self.state = entry
-        second_ending = self._way(second)
-        ending = first_ending
-        if first_ending == "exit":
-            ending = second_ending
-        elif second_ending == "exit":
-            self.state = first_state
-        elif first_ending == second_ending:
-            self.state = joined(first_state, self.state, f"line {line} may assign it")
-        else:
-            raise ScriptError(
-                f"line {line} of the launch line may {first_ending or second_ending}, which its "
-                f"text does not decide."
-            )
-        if ending:
-            raise Leaving(ending)
-
-    def _branch(
-        self, status: Status, body: Callable[[], Status], other: Callable[[], Status]
-    ) -> Status:
-        """Follow one of two ways, or both where the status does not decide."""
+    def _if(self, clause: Node) -> Status:
+        # `else` has no condition, which holds.
+        status = self.follow(clause.get("Cond", []))
+        body = partial(self.follow, clause["Then"])
+        otherwise = partial(self.follow, [])
+        if "Else" in clause:
+            otherwise = partial(self._if, clause["Else"])
         if status is None:
-            self._fork(body, other)
-            return None
+            return self._ways(body, otherwise)
         if status:
             return body()
-        return other()
+        return otherwise()
 
-    def _if(self, clause: Node | None) -> Status:
-        if clause is None:
+    def _case(self, value: str, clauses: Sequence[Node]) -> Status:
+        ways = []  # that may be taken
+        for clause in clauses:
+            if clause["Op"] != ";;":
+                self.refuse(clause["Op"])
+            # What a pattern may assign depends on those before it.
+            self.unread(clause["Patterns"])
+            statuses = [self._matches(value, pattern) for pattern in clause["Patterns"]]
+            if any(status is not False for status in statuses):
+                ways.append(partial(self.follow, clause.get("Stmts", [])))
+            if True in statuses:
+                break
+        else:
+            ways.append(partial(self.follow, []))
+        return self._ways(*ways)
+
+    def _matches(self, value: str, word: Node) -> Status:
+        """Whether a value matches a pattern, of which only texts and ``*`` alone are read."""
+        pattern = self.text(word)
+        if pattern == "*":
             return True
-        # `else` has no condition, which holds.
-        return self._branch(
-            self.follow(clause.get("Cond", [])),
-            lambda: self.follow(clause["Then"]),
-            lambda: self._if(clause.get("Else")),
-        )
-
-    def _case(self, value: str, items: Sequence[Node]) -> Status:
-        if not items:
-            return True
-        item, *remaining = items
-        if item["Op"] != ";;":
-            self.refuse(item["Op"])
-        return self._branch(
-            self._matches(value, item["Patterns"]),
-            lambda: self.follow(item.get("Stmts", [])),
-            lambda: self._case(value, remaining),
-        )
-
-    def _matches(self, value: str, patterns: Sequence[Node]) -> Status:
-        for pattern in patterns:
-            if literal_of(pattern) == "*":
-                return True
-            status = matches(self._pattern(pattern), value)
-            if status is None:
-                self.may_happen(patterns)
-                return None
-            if status:
-                return True
-        return False
-
-    def _pattern(self, word: Node) -> str | None:
-        """A pattern as a regular expression; None if it is not known."""
-        expression = pattern_of(word)
-        if expression is not None:
-            return expression
-        text = self.text(word)
-        return re.escape(text) if LITERAL.fullmatch(text) else None
+        if not _LITERAL.fullmatch(pattern):
+            return None
+        return holds([value, "=", pattern])
 
     def _test(self, test: Node) -> Status:
         """``[[ ... ]]``, whose words are not split."""
-        operator = test.get("Op", "")
         if test["Type"] == "Word":
             return holds([self.text(test)])
-        # shfmt reads `! a || b` as `! (a || b)`, and bash as `(! a) || b`.
-        if operator == "!" and test["X"].get("Op") not in ("&&", "||"):
-            return negated(self._test(test["X"]))
-        if test["Type"] == "UnaryTest" and operator != "!":
-            return holds([operator, self.text(test["X"])])
-        if operator in ("&&", "||"):
-            status = self._test(test["X"])
-            if status is None:
-                self.may_happen(test["Y"])
-            elif status == (operator == "&&"):
-                return self._test(test["Y"])
-            return status
+        operator = test.get("Op", "")
+        operands = [test[side] for side in ("X", "Y") if side in test]
+        if any(operand["Type"] != "Word" for operand in operands):
+            statuses = [self._test(operand) for operand in operands]
+            # shfmt reads ! a && b as ! (a && b).
+            if operator == "!" and operands[0].get("Op") not in ("&&", "||"):
+                return negated(statuses[0])
+            return None
+        if operator in ("=", "=="):
+            return self._matches(self.text(operands[0]), operands[1])
+        if operator == "!=":
+            return negated(self._matches(self.text(operands[0]), operands[1]))
         if operator in COMPARED:
             # Both sides are sums.
-            first_number = number(self, test["X"])
-            second_number = number(self, test["Y"])
-            if isinstance(first_number, Hole) or isinstance(second_number, Hole):
-                return None
-            return COMPARED[operator](first_number, second_number)
-        if operator in ("=", "==", "!="):
-            first = self.text(test["X"])
-            status = matches(self._pattern(test["Y"]), first)
-            return negated(status) if operator == "!=" else status
-        # =~, <, >, parentheses, ! before several
-        self.may_happen(test)
-        return None
+            first, second = map(self.sum_of, operands)
+            return holds([first, operator, second])
+        texts = [self.text(operand) for operand in operands]
+        return holds([operator, *texts])
 
-    # Loops.
-
-    def _for(self, command: Node) -> Status:
+    def _loop(self, command: Node) -> None:
+        body = command["Do"]
+        loop = command.get("Loop", {})
+        name = loop.get("Name", {}).get("Value", "")
+        words = [OPEN]
         # `for X` without a list and `for X in ;` look the same here.
-        if "Items" not in command["Loop"]:
-            self.refuse("for without a list")
-        name = command["Loop"]["Name"]["Value"]
-        words = self.words(command["Loop"]["Items"])
-        if any(OPEN in word for word in words):
-            return self._open_loop(lambda: None, command["Do"], [name])
-        remaining = iter(words)
+        if "Items" in loop and "Select" not in command:
+            words = self.words(loop["Items"])
+        if OPEN not in "".join(words):
+            for word in words:
+                self.state.assign(name, [word])
+                self._ways(partial(self.follow, body), until="continue")
+            return
 
-        def goes_on() -> Status:
-            word = next(remaining, None)
-            if word is not None:
-                self.state.assign(name, [word], self.line)
-            return word is not None
-
-        return self._loop(goes_on, command["Do"])
-
-    def _counting(self, loop: Node, body: Sequence[Node]) -> Status:
-        """``for ((i = 0; i < 8; i++))``."""
-        if "Init" in loop:
-            number(self, loop["Init"])
-        is_first = True
-
-        def goes_on() -> Status:
-            nonlocal is_first
-            if "Post" in loop and not is_first:
-                number(self, loop["Post"])
-            is_first = False
-            if "Cond" not in loop:
-                return True
-            value = number(self, loop["Cond"])
-            return None if isinstance(value, Hole) else value != 0
-
-        return self._loop(goes_on, body)
-
-    def _loop(self, goes_on: Callable[[], Status], body: Sequence[Node]) -> Status:
-        """Do a loop as often as its test holds."""
-        for _ in range(_MOST_TURNS):
-            status = goes_on()
-            if status is None:
-                return self._open_loop(goes_on, body, [])
-            if not status or self._turn(body) == "break":
-                return None
-        self.refuse("a loop that may never end")
-
-    def _turn(self, body: Sequence[Node]) -> str:
-        self.loops += 1
-        ending = self._way(lambda: self.follow(body))
-        self.loops -= 1
-        if ending in ("exit", "return"):
-            raise Leaving(ending)
-        return ending
-
-    def _open_loop(
-        self, goes_on: Callable[[], Status], body: Sequence[Node], names: Sequence[str]
-    ) -> Status:
-        """Do a loop any number of times: repeat it until nothing more becomes unknown."""
-        why = f"the loop in line {self.line} may change it"
-        first = len(self.commands)
-
-        def turn() -> None:
-            self._turn(body)
-            goes_on()
-
-        while True:
-            self.state.lose(names, why)
-            before = self.state.copy()
-            # The programs of an earlier turn start again, with less that is known.
-            del self.commands[first:]
-            self._fork(turn, lambda: None)
-            if self.state == before:
-                return None
+        # The text does not decide how often the loop turns.
+        self.unread(loop)
+        if name:
+            self.state.lose([name])
+        # for ((i = 0; i < 8; i++))
+        for part in loop.keys() & {"Init", "Cond", "Post"}:
+            self.sum_of(loop[part])
+        condition = command.get("Cond", [])
+        self._any_number_of_times([*condition, *body])
+        self.follow(condition)
 
     # Commands.
 
     def _simple(self, assignments: Sequence[Node], written: Sequence[Node]) -> Status:
         """A simple command: assignments, a function, a builtin or a program."""
-        # shfmt takes an else without an if for a program.
-        if written and literal_of(written[0]) in ("else", "elif"):
-            self.refuse("else")
         words = self.words(written)
         if not words:
-            status: Status = True
+            status: Status = None if written else True
             for assignment in assignments:
-                # A=$(false) B=2 has the status of the substitution.
-                status = self.assign(assignment) and status
+                value = self.value_of(assignment)
+                self.state.assign(assignment["Name"]["Value"], value)
+                # A=$(false) has the status of the substitution.
+                if is_unknown("".join(value)):
+                    status = None
             return status
-        self._check_assigns_nothing(assignments)
+        # What they assign beside their variables lasts.
+        self.unread(assignments)
+        # Bash looks among functions first, then among builtins.
         name = words[0]
         is_function = f"{name}()" in self.state.values
-        builtin = builtins.BUILTINS.get(name)
+        is_builtin = name in builtins.BUILTINS
         # Whether its variables last depends on the command, and on POSIX's rules.
-        if assignments and (is_function or (builtin and name not in builtins.UNCHANGED)):
+        if assignments and (is_function or is_builtin) and name not in builtins.UNCHANGED:
             self.refuse(f"variables before {name}")
         if is_function:
             return self._call(name, words[1:])
-        if builtin is not None:
-            if name not in builtins.SILENT:
-                self.prints(None)
-            return builtin(self, words)
-        self.program(words, assignments)
-        return None
+        if is_builtin:
+            return builtins.run(self, words)
+        return self.program(words, assignments)
 
-    def assign(self, assignment: Node) -> Status:
-        """One assignment ``NAME=VALUE``, ``NAME+=VALUE``, ``NAME=(A B)``; its status."""
-        state = self.state
+    def value_of(self, assignment: Node) -> list[str]:
+        """The value after ``NAME=VALUE``, ``NAME+=VALUE``, ``NAME=(A B)``."""
         name = assignment["Name"]["Value"]
-        old_value = state.value(name)
-        status: Status = True
-        for node in nodes_in(assignment):
-            if node.get("Type") == "CmdSubst":
-                status = None
+        old_value = self.state.value(name)
         elements = assignment.get("Array", {}).get("Elems", [])
-        value: list[str] | None
+        if any("Index" in node for node in (assignment, *elements)):
+            # X=TP=8; A[X]=1 assigns TP
+            self.unread(assignment)
+            return self.state.unknown(name, self.state.here) * 2
         if "Array" in assignment:
-            value = self.words(element["Value"] for element in elements if "Value" in element)
+            value = self.words(element["Value"] for element in elements)
+            # Of A=($X) the number of elements is not known: it is an array also with one.
+            if len(value) == 1 and OPEN in value[0]:
+                value *= 2
             if "Append" in assignment:
-                value = old_value + value
-            # A=([1]=8)
-            for element in elements:
-                if "Index" in element:
-                    number(self, element["Index"])  # X=TP=8; A[X]=1 assigns TP
-                    value = None
-        else:
-            value = self._with_text(assignment, old_value)
-        if value is None:
-            state.lose([name], f"line {self.line} assigns a part of it")
-        else:
-            state.assign(name, value, self.line)
-        return status
-
-    def _with_text(self, assignment: Node, old_value: list[str]) -> list[str] | None:
-        """A value after ``NAME=TEXT``, ``NAME+=TEXT``, ``NAME[1]=TEXT``; None if not known."""
-        holes = self.state.holes
-        text = self.text(assignment.get("Value", _EMPTY))
-        has_index = "Index" in assignment
-        place = 0
-        if has_index:
-            index = number(self, assignment["Index"])
-            if isinstance(index, Hole):
-                return None
-            # A[-1] is the last element.
-            place = index + len(old_value) if index < 0 else index
+                return [*old_value, *value]
+            return value
+        text = self.text(assignment.get("Value", {}))
+        # The first of several elements is assigned.
+        if len(old_value) > 1:
+            return self.state.unknown(name, self.state.here) * 2
         if "Append" in assignment:
-            if has_index or len(old_value) > 1:
-                return None
-            text = "".join(old_value).replace(OPEN, "") + text
-        unknown = holes.in_text(text)
+            return ["".join(old_value) + text]
         # In N=$(nproc) only the job knows the right side, and --set can give N.
-        if len(text) == 1 and unknown and not unknown[0].name:
-            text = holes.mark(replace(unknown[0], name=assignment["Name"]["Value"]))
-        is_array = has_index or len(old_value) > 1
-        if not is_array:
-            return [text]
-        # A gap between elements, or elements of which the number is not known.
-        if OPEN in "".join(old_value) or not 0 <= place <= len(old_value):
-            return None
-        return [*old_value[:place], text, *old_value[place + 1 :]]
+        holes = self.state.holes.in_text(text)
+        if len(text) == 1 and holes and not holes[0].name:
+            hole = replace(holes[0], name=name)
+            text = self.state.holes.mark(hole)
+        return [text]
 
     def _call(self, name: str, arguments: list[str]) -> Status:
-        """Call a function: its arguments and its local variables are of its level."""
-        values = self.state.values
-        body = values[f"{name}()"]
+        """Call a function."""
+        body = self.state.values[f"{name}()"]
         if body is None:
             self.refuse(f"{name}, a function that may have changed")
-        outer_loops = self.loops
-        outer_line = self._outer_line
-        self.loops = 0
-        self.level += 1
-        values[f"{self.level} {POSITIONAL}"] = self.state.value(POSITIONAL)
-        values[POSITIONAL] = arguments
-        statuses: list[Status] = []
-        ending = self._way(lambda: statuses.append(self._statement(body)))
-        values = self.state.values
-        for key in list(values):
-            level, _, local = key.rpartition(" ")
-            if level == str(self.level):
-                values[local] = values.pop(key)
-                values.pop(f"export {local}", None)
-        self.level -= 1
-        self.loops = outer_loops
-        self._outer_line = outer_line
-        if ending == "exit":
-            raise Leaving(ending)
-        # The status of `return 1` is not followed.
-        return None if ending else statuses[0]
+        # $1, $2 and so on are its own, and come back behind it.
+        outer_arguments = self.state.value(POSITIONAL)
+        outer_left = self.left
+        names: list[str] = []
+        self.left = {"local": names}
+        self.state.values[POSITIONAL] = arguments
+        status = self._ways(partial(self._statement, body), until="return")
+        self.left = outer_left
+        # What a local variable hides is not followed.
+        self.state.lose(names)
+        self.state.values[POSITIONAL] = outer_arguments
+        return status
 
-    def program(self, words: list[str], assignments: Sequence[Node] = ()) -> None:
+    def program(self, words: list[str], assignments: Sequence[Node] = ()) -> Status:
         """A program; of ``bash -c`` the script is followed too."""
-        self.prints(None)
-        outer = self.state
-        self.state = environment = outer.copy()
-        for assignment in assignments:
-            self.assign(assignment)
-            environment.values[f"export {assignment['Name']['Value']}"] = True
-        self.state = outer
-        for key in list(environment.values):
-            if key.isidentifier() and not environment.values.get(f"export {key}"):
-                environment.lose([key], "it is assigned, and perhaps not exported")
-        texts = [plain(word) for word in words]
-        # It may be a function, or a builtin. After `source` every name may be a function.
-        is_program = not outer.why or texts[0] in builtins.PROGRAMS
-        if is_unknown(words[0]) or not is_program:
-            name = texts[0] or "a command"
-            outer.forget(f"line {self.line} runs {name}, which is not known")
-        for place, text in enumerate(texts):
-            if text.rpartition("/")[2] not in ("bash", "sh"):
+        environment = self._environment(assignments)
+        state = self.state
+        name = plain(words[0]) or "a command"
+        # After `source` every name may be a function.
+        if is_unknown(words[0]) or (state.why and name not in builtins.PROGRAMS):
+            state.forget()
+        for place, word in enumerate(words):
+            if word.rpartition("/")[2] not in ("bash", "sh"):
                 continue
-            option = "".join(texts[place + 1 : place + 2])
-            if re.fullmatch(r"-[eux]*c", option) and place + 2 < len(words):
-                self._shell(words, place, environment)
-                return
-            # It reads a script that is not here, or its own files first.
-            if not option or option.startswith("-"):
-                self.refuse(" ".join(texts))
-        holes = outer.holes
+            match words[place + 1 :]:
+                case [option, _, *_] if re.fullmatch(r"-[eux]*c", option):
+                    self._shell(words[:place], words[place + 2 :], environment)
+                    return None
+                # It reads its own files first.
+                case [option, *_] if option.startswith("-"):
+                    self.refuse(" ".join(words))
+                # It reads a script that is not here.
+                case []:
+                    self.refuse(" ".join(words))
         variables = {}
-        for name, value in environment.values.items():
-            if name.isidentifier() and value:
-                variables[name] = holes.word(value[0], self.line)
-        command = [holes.word(word, self.line) for word in (*self._prefix, *words)]
-        self.commands.append(Command(command, variables, self.line))
+        for key, value in environment.values.items():
+            if key.isidentifier() and value:
+                variables[key] = state.holes.word(value[0], state.line)
+        started = [state.holes.word(word, state.line) for word in words]
+        self.commands.append(Command(started, variables, state.line))
+        return None
 
-    def _shell(self, words: list[str], place: int, environment: State) -> None:
-        """``bash -c SCRIPT NAME ARGUMENTS``: it gets what is exported, and nothing comes back."""
-        outer = self.state, self._prefix, self.level
-        for key in list(environment.values):
-            # No function is exported, and what is local is of a function that is running here.
-            if key.endswith("()") or key[0].isdigit():
-                del environment.values[key]
-        environment.values[POSITIONAL] = words[place + 4 :]
-        self.state = environment
-        self._prefix = [*self._prefix, *words[:place]]
-        self.level = 0
-        self.apart(lambda: self.evaluate(words[place + 2], self.line))
-        self.state, self._prefix, self.level = outer
+    def _environment(self, assignments: Sequence[Node]) -> State:
+        """The variables that a program sees, with the assignments before it."""
+        outer = self.state
+        self.state = outer.copy()
+        for assignment in assignments:
+            name = assignment["Name"]["Value"]
+            self.state.assign(name, self.value_of(assignment))
+            self.state.values[f"export {name}"] = True
+        environment = self.state.exported()
+        self.state = outer
+        return environment
+
+    def _shell(self, before: list[str], words: list[str], state: State) -> None:
+        """``bash -c SCRIPT NAME ARGUMENTS``, behind other words; nothing comes back from it."""
+        state.values[POSITIONAL] = words[2:]
+        first = len(self.commands)
+        self.evaluate(words[0], state)
+        outer_words = [state.holes.word(word, state.line) for word in before]
+        for place, command in enumerate(self.commands[first:], first):
+            self.commands[place] = replace(command, words=[*outer_words, *command.words])
+
+
+def commands(
+    text: str,
+    fixed: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    takes_defaults: bool = False,
+) -> tuple[list[Command], list[str]]:
+    """The programs that a script starts, and the defaults ``NAME=VALUE`` that were taken.
+
+    ``fixed`` are variables that nothing in the script changes (``@``: the script's arguments),
+    ``environment`` those with which it begins. ScriptError if the text is not bash, or cannot be
+    followed.
+    """
+    if PRIVATE.search(text):
+        raise ScriptError("the launch line has characters of Unicode's private use area.")
+    state = State(Holes(), dict(fixed or {}))
+    for name, value in (environment or {}).items():
+        state.values |= {name: [value], f"export {name}": True}
+    if POSITIONAL in state.fixed:
+        state.values[POSITIONAL] = state.fixed.pop(POSITIONAL).split()
+    script = Script(state, takes_defaults)
+    # A pasted line may end in the backslash before the next one.
+    pasted = re.sub(r"\\\n*\Z", "", text)
+    try:
+        script.apart(statements_of(pasted))
+        for code, state.line in script.traps:
+            state.values = dict(script.functions)
+            script.evaluate(code, replace(state, why="a trap may run at any time"))
+    except RecursionError:
+        raise ScriptError("the launch line is nested too deeply.") from None
+    return script.commands, script.assumed

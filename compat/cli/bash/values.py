@@ -12,7 +12,11 @@ from dataclasses import dataclass
 LONGEST = 1 << 17  # characters of a script, and of each value in it
 # Behind the mark of an unquoted part: it may be several words, or none.
 OPEN = "\U000f0000"
+# In a word that is expanded: where the next word begins, and quotes, which count if empty, too.
+END = "\U00100000"
+QUOTED = "\U00100001"
 MARK = re.compile("[\U000f0000-\U000fffff]")
+PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _FIRST = 0xF0001
 _MOST_HOLES = 32_000
 

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import add, eq, floordiv, ge, gt, le, lt, mod, mul, ne, sub
+from typing import NoReturn
 
-from compat.cli.bash.conditions import matches
+from compat.cli.bash.conditions import NUMBER
 from compat.cli.bash.state import NAME, POSITIONAL, State
-from compat.cli.bash.sums import number
-from compat.cli.bash.tree import (
-    Node,
-    is_assigning,
-    literal_of,
-    nodes_in,
-    pattern_of,
-    texts_in,
+from compat.cli.bash.tree import Node, literal_of, nodes_in
+from compat.cli.bash.values import (
+    END,
+    OPEN,
+    QUOTED,
+    Hole,
+    ScriptError,
+    is_unknown,
+    names_in,
+    opened,
+    plain,
 )
-from compat.cli.bash.values import OPEN, Hole, ScriptError, is_unknown, opened, plain
 
-_NUMBER = re.compile(r"-?\d+")
-# Files that match take the place of such a word.
-_PATTERN = re.compile(r"[*?]|\A[^[]*\[.*\]", re.S)
-_BRACE_LIST = re.compile(r"\A[^{]*\{.*\}", re.S)
+# Files that match, or the words of a list, take the place of such a word. No file is --flag=*.
+_REPLACED = re.compile(r"\A(?!-).*([*?]|\[.*\])|\{.*\}", re.S)
 _HOME = re.compile(r"(\A|[=:])~")
+_ESCAPED = re.compile(r"\\(.)", re.S)
+_ESCAPED_IN_QUOTES = re.compile(r'\\([$`"\\])')
+_BLANKS = re.compile(rf"[ \t\n{END}]+")
 # What is read of ${...}. The rest, such as ${X%.py} and ${!X}, is not known.
-_READ = {"Type", "Line", "Written", "Short", "Param", "Index", "Length", "Exp"}
-_LONGEST_CUT = 256  # characters of X in ${X%pattern}, where each part of it is compared
-_CUTTING = {"#", "##", "%", "%%"}
-_READ_OPERATORS = {"", "-", ":-", "+", ":+", "?", ":?", "=", ":=", *_CUTTING}
-_BRACE_RANGE = re.compile(r"\{(0|[1-9]\d{0,3})\.\.(0|[1-9]\d{0,3})\}")  # {1..8}
+_READ = names_in("Type Pos End Line Written Dollar Rbrace Short Param Index Exp")
+_READ_OPERATORS = {"", "-", ":-", "+", ":+", "?", ":?", "=", ":="}
+_OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
+    "+": add,
+    "-": sub,
+    "*": mul,
+    "/": floordiv,
+    "%": mod,
+    "==": eq,
+    "!=": ne,
+    "<": lt,
+    "<=": le,
+    ">": gt,
+    ">=": ge,
+}
+_ASSIGNING = names_in("= += -= *= /= %= &= |= ^= <<= >>= ++ --")
 
 
 class Expander:
@@ -36,289 +52,220 @@ class Expander:
 
     def __init__(self, state: State, takes_defaults: bool) -> None:
         self.state = state
-        self.line = 0  # of the command that is followed
         self.takes_defaults = takes_defaults
         self.assumed: list[str] = []  # NAME=VALUE
+
+    def refuse(self, command: str) -> NoReturn:
+        """Refuse a command that changes what later ones mean, or that is not followed."""
+        raise ScriptError(
+            f"line {self.state.line} of the launch line, {plain(command)}, cannot be followed."
+        )
+
+    def apart(self, statements: Sequence[Node], state: State | None = None) -> object:
+        """Follow statements in a shell of their own, of which no variable comes back."""
+        raise NotImplementedError
 
     # What a word becomes.
 
     def words(self, written: Iterable[Node]) -> list[str]:
         """The words that written words become: none of $EMPTY, several of $ARGS."""
-        words: list[str] = []
+        words = []
         for word in written:
-            brace_range = _BRACE_RANGE.fullmatch(literal_of(word))
-            if brace_range is not None:
-                first, last = (int(number) for number in brace_range.groups())
-                step = 1 if first <= last else -1
-                words.extend(str(number) for number in range(first, last + step, step))
-                continue
-            # A field that stays None, as that of $EMPTY, is no word.
-            fields: list[str | None] = [None]
-            for texts, keeps_empty in self._pieces(word["Parts"], splits=True):
-                for place, text in enumerate(texts):
-                    if place:
-                        fields.append(None)
-                    if text or keeps_empty:
-                        fields[-1] = (fields[-1] or "") + text
-            words.extend(field for field in fields if field is not None)
+            for text in self._expanded(word["Parts"], splits=True).split(END):
+                if text:
+                    words.append(text.replace(QUOTED, ""))
         return words
 
-    def text(self, word: Node) -> str:
+    def text(self, word: Node, in_quotes: bool = False) -> str:
         """The text that a word becomes where words are not split, as in an assignment."""
-        text = ""
-        for texts, _ in self._pieces(word["Parts"], splits=False):
-            text += " ".join(texts)
-        return text.replace(OPEN, "")
+        text = self._expanded(word.get("Parts", []), in_quotes=in_quotes)
+        return text.replace(QUOTED, "").replace(END, " ").replace(OPEN, "")
 
-    def _pieces(
-        self, parts: Sequence[Node], splits: bool, in_quotes: bool = False
-    ) -> Iterator[tuple[list[str], bool]]:
-        """Texts, of which the first touches what stands before, and whether they count if empty."""
-        bare = ""  # what stands outside of quotes, which may be a pattern
+    def _expanded(
+        self, parts: Sequence[Node], splits: bool = False, in_quotes: bool = False
+    ) -> str:
+        """The text of the parts of a word, with END between the words that it becomes."""
+        expanded = ""
+        bare = ""  # what stands outside of quotes
+        # "a $X"b is two parts: a text in quotes with a variable, and b.
         for part in parts:
             kind = part["Type"]
             text = part.get("Value", "")
-            if "Dollar" in part or (kind == "SglQuoted" and in_quotes):
-                # $'\x41', and "${X:-it's}", in which a quote means nothing.
-                yield [self._hole("a quote")], True
-            elif kind == "Lit" and in_quotes:
-                yield [re.sub(r'\\([$`"\\])', r"\1", text)], True
+            if kind == "Lit" and in_quotes:
+                expanded += _ESCAPED_IN_QUOTES.sub(r"\1", text)
             elif kind == "Lit":
-                bare += re.sub(r"\\.", "", text, flags=re.S)
-                yield [re.sub(r"\\(.)", r"\1", text, flags=re.S)], True
-            elif kind == "SglQuoted":
-                yield [text], True
-            elif kind == "DblQuoted":
+                bare += _ESCAPED.sub("", text)
+                expanded += _ESCAPED.sub(r"\1", text)
+            elif kind == "SglQuoted" and "Dollar" not in part and not in_quotes:
+                expanded += QUOTED + text
+            elif kind == "DblQuoted" and "Dollar" not in part:
+                # "$@" may be no word at all.
                 if "Parts" not in part:
-                    yield [""], True
-                yield from self._pieces(part.get("Parts", []), splits, in_quotes=True)
+                    expanded += QUOTED
+                expanded += self._expanded(part.get("Parts", []), in_quotes=True)
             elif kind == "ParamExp":
-                yield self._parameter_pieces(part, splits, in_quotes)
+                expanded += self._parameter(part, splits, in_quotes)
             elif kind == "ArithmExp":
-                yield [self._sum_text(part)], True
-            elif kind == "CmdSubst":
-                output = self.output_of(part.get("Stmts", []))
-                if output is None:  # $(nproc)
-                    yield [self._hole(part["Written"]) + OPEN * (not in_quotes)], in_quotes
-                else:
-                    yield self._split([output], splits, in_quotes)
+                expanded += self._hole_of(part, self.sum_of(part["X"]))
             else:
-                # <(sort x) runs what it holds; @(a|b) is a pattern.
-                self.may_happen(part)
-                yield [self._hole(part["Written"]) + OPEN * (not in_quotes)], in_quotes
+                # $(nproc), <(sort x), @(a|b), $'\x41', and "${X:-it's}", where a quote is text.
+                self.unread(part)
+                expanded += self._hole(part["Written"]) + OPEN * (not in_quotes)
         if _HOME.search(bare):
-            yield [self._hole(bare, "HOME")], True
-        # No file is called --flag=*.
-        is_pattern = _PATTERN.search(bare) and not bare.startswith("-")
-        if splits and (is_pattern or _BRACE_LIST.search(bare)):
-            yield [self._hole(bare, why="files or lists take its place") + OPEN], True
-
-    def _parameter_pieces(
-        self, part: Node, splits: bool, in_quotes: bool
-    ) -> tuple[list[str], bool]:
-        values = self._values(part)
-        # "$@" and "${A[@]}" become a word for each element, and "$*" becomes one.
-        if in_quotes and "@" not in (part["Param"]["Value"], _index_of(part)):
-            values = [" ".join(values)]
-        return self._split(values, splits, in_quotes)
-
-    def _split(self, values: list[str], splits: bool, in_quotes: bool) -> tuple[list[str], bool]:
-        """The words that values of an expansion become where they are split."""
-        if in_quotes or not splits:
-            return values, True
-        pieces = []
-        for value in values:
-            # "" before a leading and behind a trailing blank, where a word ends.
-            for piece in re.split(r"[ \t\n]+", opened(value)):
-                if _PATTERN.search(plain(piece)):
-                    piece += self._hole(piece, why="files that match take its place") + OPEN
-                pieces.append(piece)
-        return pieces, False
+            expanded += self._hole(bare, "HOME")
+        if splits and _REPLACED.search(bare):
+            expanded += self._hole(bare, why="files or lists take its place") + OPEN
+        return expanded
 
     def _hole(self, written: str, name: str = "", why: str = "") -> str:
         return self.state.holes.mark(Hole(plain(written), name, why))
 
-    def _hole_of(self, written: str, text: str) -> str:
-        """The hole of an expansion of a text that is not known."""
-        hole = self.state.holes.in_text(text)[0]
-        return self._hole(written, hole.name, hole.why)
+    def _hole_of(self, part: Node, text: str) -> str:
+        """The text of an expansion; if a part of it is not known, one hole."""
+        holes = self.state.holes.in_text(text)
+        if not holes:
+            return text
+        return self._hole(part["Written"], holes[0].name, holes[0].why)
 
-    def may_happen(self, node: object) -> None:
-        """Follow what bash expands or not, or in a way that is not known."""
-        why = f"line {self.line} may assign it"
+    def unread(self, node: object) -> None:
+        """Lose what an expansion that is not read may assign, and follow what it may run."""
         for below in nodes_in(node):
-            kind = below.get("Type")
-            if kind in ("CmdSubst", "ProcSubst"):
-                self.output_of(below.get("Stmts", []))
-            elif kind == "BinaryTest" and below["Op"].startswith("-"):
-                self.state.forget(why)  # [[ TP=8 -eq 8 ]]
-            elif kind == "ParamExp" and is_assigning(below.get("Exp", {})):
-                self.state.lose([below["Param"]["Value"]], why)
-            elif kind in ("ArithmExp", "BinaryArithm", "UnaryArithm"):
-                for name in filter(NAME.fullmatch, texts_in(below)):
-                    if is_assigning(below):
-                        self.state.lose([name], why)
-                    # X=TP=8; $((X)) assigns TP.
-                    value = plain("".join(self.state.value(name)))
-                    if value and not _NUMBER.fullmatch(value):
-                        self.state.forget(why)
-
-    def output_of(self, statements: Sequence[Node]) -> str | None:
-        """The text that statements print in a shell of their own; None if it is not known."""
-        raise NotImplementedError
-
-    def check_time(self) -> None:
-        """Refuse a script that takes too long to follow."""
-        raise NotImplementedError
+            match below:
+                case {"Type": "CmdSubst" | "ProcSubst", "Stmts": statements}:
+                    self.apart(statements)
+                case {"Type": "ArithmExp", "X": expression}:
+                    self.sum_of(expression)
+                case {"Exp": {"Op": "@"}} | {"Exp": _, "Excl": _}:  # ${X@P}, ${!X:=8}
+                    self.state.forget()
+                case {"Exp": {"Op": "=" | ":="}, "Param": {"Value": name}}:
+                    self.state.lose([name])
+            # ${A[X = 8]}, ${A:X = 8}
+            for field in ("Index", "Offset", "Length"):
+                index = below.get(field)
+                if isinstance(index, dict) and literal_of(index) not in ("@", "*"):
+                    self.sum_of(index)
 
     # Variables.
 
-    def _values(self, part: Node) -> list[str]:
-        """The values of ``$X`` or ``${...}``: one, or those of a list."""
+    def _parameter(self, part: Node, splits: bool, in_quotes: bool) -> str:
+        """What ``$X`` or ``${...}`` becomes."""
         name = part["Param"]["Value"]
-        index = _index_of(part)
-        written = part["Written"]
+        index = literal_of(part.get("Index", {}))
         operator = part.get("Exp", {}).get("Op", "")
-        is_read = not part.keys() - _READ and operator in _READ_OPERATORS
-        # Whether $1 or an element is set is not followed, only whether it is empty.
-        if operator in ("-", "+", "?", "=", ":=") and ("Index" in part or not name.isidentifier()):
+        is_list = name in ("@", "*") or index in ("@", "*")
+        is_read = not part.keys() - _READ
+        # ${X%.py}
+        if operator not in _READ_OPERATORS:
             is_read = False
-        if {"@", "*"} & {name, index} and operator in _CUTTING:
+        # ${A[1]}
+        if "Index" in part and not is_list:
+            is_read = False
+        # ${1:=x} and ${A[@]:=x}
+        if operator.endswith("=") and (is_list or not name.isidentifier()):
             is_read = False
         if not is_read:
-            self.may_happen(part)
+            self.unread(part)
             # ${!X} may be an array, and ${X@A} several words.
-            is_list = "@" in (name, index, operator) or "Excl" in part
-            return [self._hole(written, name) + OPEN * is_list]
-        if "Length" in part and {"@", "*"} & {name, index}:
-            array = POSITIONAL if name in ("@", "*") else name
-            return [self._length(array, written)]
-        values = self.elements(name, part.get("Index"))
-        if "Length" in part:
-            return [self._characters(written, "".join(values))]
-        if operator in _CUTTING:
-            return [self._cut(part, "".join(values))]
+            may_be_list = splits or "@" in part["Written"] or "Excl" in part
+            return self._hole(part["Written"]) + OPEN * may_be_list
+        values = self.state.value(POSITIONAL if name == "*" else name)
+        if not is_list:
+            # $A is the first element, and one word in quotes.
+            values = [value.replace(OPEN, "") for value in values[:1]]
         if operator:
-            return self._chosen(part, values)
-        return values
+            values = self._chosen(part, values, splits, in_quotes)
+        if in_quotes:
+            # "$@" and "${A[@]}" become a word for each element, and "$*" becomes one.
+            if "@" not in (name, index):
+                values = [" ".join(values)]
+            return END.join(QUOTED + value for value in values)
+        text = END.join(values)
+        return self._split(text) if splits else text
 
-    def elements(self, name: str, index: Node | None) -> list[str]:
-        """The values of ``name[index]``: one, or those of a list."""
-        state = self.state
-        sign = literal_of(index) if index else ""
-        if name in ("@", "*"):
-            sign = name
-            name = POSITIONAL
-        if name == "#":
-            return [self._length(POSITIONAL, "$#")]
-        place = 0
-        counts_back = False
-        array = name
-        # $1 may be given by --set; $0 is the script's name.
-        if name.isdigit() and name != "0" and name not in state.fixed:
-            array = POSITIONAL
-            place = int(name) - 1
-        values = state.value(array)
-        if sign == "*" and OPEN not in "".join(values):
-            return [" ".join(values)]
-        if sign in ("@", "*"):
-            return values
-        if index:
-            value = number(self, index)
-            if isinstance(value, Hole):
-                return [self._hole(f"${name}[{value.text}]", value.name, value.why)]
-            place = value
-            # A[-1] is the last element.
-            counts_back = value < 0
-            if counts_back:
-                place += len(values)
-        before = "".join(values if counts_back else values[: place + 1])
-        # $A before it may be any number of elements.
-        if OPEN in before or place < 0:
-            why = f"line {self.line} reads an element that is not known"
-            if OPEN in before:
-                why = state.holes.in_text(before)[0].why
-            return [state.unknown(name, why)[0].replace(OPEN, "")]
-        return values[place : place + 1] or [""]
+    def _split(self, text: str) -> str:
+        """What an expansion becomes outside of quotes."""
+        pieces = []
+        for piece in _BLANKS.split(opened(text)):
+            pieces.append(piece)
+            if _REPLACED.search(plain(piece)):
+                pieces[-1] += self._hole(piece, why="files that match take its place") + OPEN
+        return END.join(pieces)
 
-    def _length(self, name: str, written: str) -> str:
-        values = self.state.value(name)
-        text = "".join(values)
-        if OPEN in text:
-            return self._hole_of(written, text)
-        return str(len(values))
-
-    def _characters(self, written: str, text: str) -> str:
-        """``${#X}``."""
-        if is_unknown(text):
-            return self._hole_of(written, text)
-        # What counts as a character depends on the locale.
-        if not text.isascii():
-            return self._hole(written)
-        return str(len(text))
-
-    def _cut(self, part: Node, text: str) -> str:
-        """``${X#pattern}``, ``${X%pattern}``: the text without a part that matches."""
-        operator = part["Exp"]["Op"]
-        pattern = pattern_of(part["Exp"].get("Word", {"Parts": []}))
-        if pattern is None:
-            self.may_happen(part["Exp"])
-        places = list(range(len(text) + 1))
-        # The shortest part that matches counts, and the longest of ## and %%.
-        if operator not in ("#", "%%"):
-            places.reverse()
-        for place in places:
-            matched, kept = text[:place], text[place:]
-            if operator in ("%", "%%"):
-                matched, kept = kept, matched
-            status = matches(pattern, matched, _LONGEST_CUT)
-            if status is None or is_unknown(text):
-                return self._hole(part["Written"], part["Param"]["Value"])
-            if status:
-                return kept
-        return text
-
-    def _chosen(self, part: Node, values: list[str]) -> list[str]:
+    def _chosen(self, part: Node, values: list[str], splits: bool, in_quotes: bool) -> list[str]:
         """``${NAME:-default}``, ``${NAME:+text}``, ``${NAME:?message}``."""
-        state = self.state
         name = part["Param"]["Value"]
         operator = part["Exp"]["Op"]
-        operand = part["Exp"].get("Word", {"Parts": []})
-        text = " ".join(values)
-        is_set = name in state.values or name in state.fixed or state.why
-        is_absent = not text and (":" in operator or not state.value(name))
-        takes_default = operator.endswith(("-", "="))
-        is_assumed = self.takes_defaults and not is_set and takes_default
+        is_assumed = False
+        # --defaults: what nothing in the script sets is not set.
+        if self.takes_defaults and operator.endswith(("-", "=")):
+            of_environment = self.state.unknown(name, "")[0].replace(OPEN, "")
+            is_assumed = values == [of_environment]
         if is_assumed:
-            is_absent = True
-        elif is_unknown(text) and not plain(text):
+            values = []
+        text = " ".join(values)
+        if is_unknown(text) and not plain(text):
             # It may be empty, and then the operand counts.
-            self.may_happen(part)
-            return [self._hole_of(part["Written"], text) + OPEN * (OPEN in text)]
+            self.unread(part)
+            return [self._hole_of(part, text) + OPEN * (OPEN in text)]
+        is_absent = not values
+        # ${X-8} is 8 where X is not set, and ${X:-8} also where it is empty.
+        if ":" in operator:
+            is_absent = text == ""
         if is_absent == operator.endswith("+"):
             return values
         if operator.endswith("?"):
-            raise ScriptError(f"line {self.line} of the launch line ends at {part['Written']}.")
-        chosen = self.text(operand)
+            self.refuse(part["Written"])
+        chosen = self.text(part["Exp"].get("Word", {}), in_quotes)
         if is_assumed:
             self.assumed.append(f"{name}={plain(chosen)}")
-        # Quotes in ${X:-"a b"} keep words together.
-        has_quotes = any("Quoted" in word_part["Type"] for word_part in operand["Parts"])
-        if (has_quotes or "\\" in part["Written"]) and chosen.split() != [chosen]:
-            chosen = self._hole(part["Written"]) + OPEN
         if operator.endswith("="):
-            chosen = chosen.replace(OPEN, "")
-            state.assign(name, [chosen], self.line)
+            self.state.assign(name, [chosen])
+        # Quotes in ${X:-"a b"} keep words together.
+        if splits and "Word" in part["Exp"] and not re.fullmatch(r"\S+", chosen):
+            chosen = self._hole(part["Written"]) + OPEN
         return [chosen]
 
-    def _sum_text(self, part: Node) -> str:
-        value = number(self, part["X"])
-        if isinstance(value, Hole):
-            return self._hole(part["Written"], value.name, value.why)
-        return str(value)
+    # Sums.
 
+    def sum_of(self, node: Node) -> str:
+        """The number that a sum gives: ``$((8 * N))``. What is not known in it is a hole."""
+        if node["Type"] == "Word":
+            return self._operand(node)
+        if node["Type"] == "ParenArithm":
+            return self.sum_of(node["X"])
+        operator = node["Op"]
+        operands = [self.sum_of(node[side]) for side in ("X", "Y") if side in node]
+        # X = 8, X++: what is assigned is not followed.
+        if operator in _ASSIGNING:
+            target = literal_of(node["X"])
+            if NAME.fullmatch(target):
+                self.state.lose([target])
+            else:  # A[1] = 8, $X = 8
+                self.state.forget()
+        # A hole of an operand says what decides the sum.
+        text = "".join(operands)
+        # -1 has one operand, and A ? B : C an operator that is not read.
+        if is_unknown(text) or operator not in _OPERATIONS or len(operands) == 1:
+            return text + self._hole("$((...))")
+        first, second = map(int, operands)
+        if operator in ("/", "%") and second == 0:
+            self.refuse("a division by zero")
+        number = int(_OPERATIONS[operator](first, second))
+        # Bash rounds -7 / 2 in another way, and has 64 bits.
+        if not NUMBER.fullmatch(str(number)):
+            return text + self._hole("$((...))")
+        return str(number)
 
-def _index_of(part: Node) -> str:
-    """``@`` of ``${A[@]}``."""
-    index = part.get("Index")
-    return literal_of(index) if index else ""
+    def _operand(self, word: Node) -> str:
+        """The number that a word in a sum is: ``8``, ``N``, ``$N``."""
+        text = self.text(word)
+        # N is $N.
+        if NAME.fullmatch(literal_of(word)):
+            text = "".join(self.state.value(text)[:1]) or "0"
+        # Another text is a sum of its own, which may assign, or an error that ends the command.
+        if not is_unknown(text) and not NUMBER.fullmatch(text):
+            raise ScriptError(
+                f"line {self.state.line} of the launch line computes {text!r}, which cannot be "
+                f"followed. Write the number in its place."
+            )
+        return text
