@@ -100,6 +100,16 @@ def create_groups(grid: Any) -> None:
         grid.create_pg("tp", view="expert")
 
 
+def stand_in() -> None:
+    """Answer `import transformer_engine.pytorch` of a page with whatever is asked of it."""
+    import torch
+
+    package = mock.MagicMock()
+    modules = {"transformer_engine": package, "transformer_engine.pytorch": package.pytorch}
+    sys.modules.update(modules)
+    torch.cuda.Stream = lambda: None  # type: ignore[assignment, misc]  # there is no GPU
+
+
 def load() -> ModuleType:
     """``transformer_engine.pytorch``, its real source."""
     os.environ.update(ENVIRONMENT)
