@@ -13,34 +13,11 @@ from compat import parallel_state as ps
 from compat.collection import build, from_grid, from_state
 from compat.state import ParallelState
 from hypergrid import HyperCommGrid
-from tests.support import stock, warm
+from tests.support import stock, table, warm
 
-LAYOUTS = {
-    "data parallel": {},
-    "tensor and pipeline": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
-    "experts": {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-    },
-    "hierarchical context parallel": {
-        "tensor_model_parallel_size": 2,
-        "context_parallel_size": 4,
-        "hierarchical_context_parallel_sizes": [2, 2],
-    },
-    "two optimizer instances": {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "num_distributed_optimizer_instances": 2,
-    },
-    "weights sharded by GTP": {
-        "tensor_model_parallel_size": 2,
-        "gtp_remat_size": 2,
-        "expert_model_parallel_size": 2,
-        "expert_gtp_remat_size": 2,
-    },
-}
+LAYOUTS = {}
+for name, arguments in table("megatron/layouts_of_collections.txt"):
+    LAYOUTS[name] = eval(f"dict({arguments})")
 
 
 @pytest.fixture(params=stock.MAIN)
@@ -124,12 +101,6 @@ def test_one_call_builds_a_complete_collection_and_touches_no_global(
     state.destroy()
 
 
-def test_from_state_fills_the_required_fields_alone(collection, initialized):
-    groups = from_state(initialized("experts"), ["tp", "ep"])
-    assert filled(groups) == {"tp", "ep"}
-    assert groups.ep is ps.get_expert_model_parallel_group()
-
-
 def test_fields_that_hypergrid_cannot_fill_are_refused_by_name(collection, fake_world, monkeypatch):
     fake_world(8)
     state = ParallelState.create()
@@ -147,61 +118,39 @@ def test_fields_that_hypergrid_cannot_fill_are_refused_by_name(collection, fake_
     state.destroy()
 
 
-def test_a_field_that_the_release_does_not_have_is_refused(collection, initialized):
-    state = initialized("experts")
-    for make, source in ((from_state, state), (from_grid, state.grid)):
-        with pytest.raises(ValueError, match=r"invalid field 'tpp' .* allowed: \['tp', 'pp'"):
-            make(source, ["tp", "tpp"])
-        if "gtp_remat" not in fields(collection):
-            with pytest.raises(ValueError, match="invalid field 'gtp_remat'"):
-                make(source, ["gtp_remat"])
+@pytest.mark.parametrize(("call", "error", "says"), table("megatron/refusals_of_collections.txt"))
+def test_a_field_that_cannot_be_filled_is_refused_with_what_to_do(
+    collection, initialized, call, error, says
+):
+    names = {"from_state": from_state, "from_grid": from_grid, "state": initialized("experts")}
+    names["grid"] = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    with pytest.raises(eval(error), match=says):
+        eval(call, names)
 
 
-@pytest.mark.parametrize("field", ["embd", "hcp", "intra_dp_cp", "inter_dist_opt"])
-def test_from_grid_refuses_what_dims_do_not_describe(collection, initialized, field):
-    with pytest.raises(ValueError, match=f"the group of '{field}' is not one over dims"):
-        from_grid(initialized("experts").grid, [field])
-
-
-def test_from_grid_says_which_group_to_create(collection, fake_world):
+def test_a_dim_that_the_grid_lacks_has_size_one(collection, fake_world):
     fake_world(8, rank=3)
     grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
-    with pytest.raises(KeyError, match=r"call create_pg\('pp-tp'\)"):
-        from_grid(grid, ["mp"])
-    with pytest.raises(KeyError, match="the grid has no dim of 'cp'"):
-        from_grid(grid, ["cp"])
     assert not filled(from_grid(grid))
     tp = grid.create_pg("tp")
-    # A dim that the grid lacks has size 1: over tp and cp is over tp.
+    # Over tp and cp is over tp.
     assert filled(from_grid(grid)) == {"tp", "tp_cp", "expt_tp", "tp_ep"}
     assert from_grid(grid).tp is from_grid(grid).tp_cp is tp
     grid.destroy()
 
 
 @pytest.mark.parametrize("rank", [0, 6, 15])
-def test_a_grid_with_dense_and_expert_dims_gives_the_ranks_of_a_state(collection, fake_world, rank):
+def test_the_grid_of_a_state_gives_the_states_own_groups(collection, fake_world, rank):
     fake_world(16, rank=rank)
     state = ParallelState.create(**LAYOUTS["experts"])
-    grid = HyperCommGrid([2, 1, 4, 2], ["tp", "cp", "dp", "pp"])
-    grid.register_view("expert", [1, 2, 4, 2], ["tp", "ep", "dp", "pp"], shared_dims=["pp"])
-    dense = ["tp", "pp", "cp", "dp", "tp-pp", "tp-cp", "dp-cp", "tp-dp-cp"]
-    expert = ["tp", "ep", "dp", "tp-ep", "tp-ep-pp"]
-    for dims in dense:
-        grid.create_pg(dims.split("-"))
-    for dims in expert:
-        grid.create_pg(dims.split("-"), view="expert")
-    of_grid = from_grid(grid)
+    of_grid = from_grid(state.grid)
     of_state = from_state(state)
-    common = filled(of_grid) & filled(of_state)
-    assert len(common) >= len(dense) + len(expert)
-    for field in common:
-        expected = dist.get_process_group_ranks(getattr(of_state, field))
-        assert dist.get_process_group_ranks(getattr(of_grid, field)) == expected, field
-    if filled(of_grid) - common:  # a state has this one where there is GTP
-        assert of_grid.tp_ep_pp_with_egtp_remat is of_grid.tp_ep_pp
-    assert from_grid(state.grid).tp_ep is state.get_expert_tensor_and_model_parallel_group()
+    over_dims = {"tp", "pp", "cp", "dp", "mp", "tp_cp", "dp_cp", "tp_dp_cp"}
+    over_dims |= {"ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp"}
+    assert filled(of_grid) >= over_dims
+    for field in over_dims:
+        assert getattr(of_grid, field) is getattr(of_state, field), field
     state.destroy()
-    grid.destroy()
 
 
 # What megatron-core 0.16 asks its module for even where it was handed a collection.

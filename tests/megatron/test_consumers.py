@@ -43,23 +43,5 @@ def test_a_bridge_carries_rows_forward_and_gradients_back(received, name):
         assert got == [share(start, factor, replica, sizes[1]) for start in (0, 100)]
 
 
-def test_modules_in_a_row_carry_rows_forward_and_gradients_back(received):
-    for rank, (name, where, got) in enumerate(received["hypergrid"]["modules"]):
-        sizes, offset = consumers.MODULES[name]
-        replica, stage = place(rank, sizes, offset)
-        last = name == "language" and stage == 1
-        assert where == [name != "language", last, 2 if name != "language" else 1 - stage]
-        # The sum of both encoders' rows, its tenfold, and what each encoder gets of that.
-        factor = {"image": 2 * 10, "audio": 3 * 10, "language": 1 if last else 10}[name]
-        rows = [
-            [a + b for a, b in zip(*both, strict=True)]
-            for both in (
-                (share(start, 1, replica, sizes[1]), share(1000 + start, 1, replica, sizes[1]))
-                for start in (0, 100)
-            )
-        ]
-        assert got == [[factor * row for row in batch] for batch in rows]
-
-
 def test_stocks_grid_carries_the_same(received):
     assert received["stock"] == received["hypergrid"]

@@ -1,14 +1,11 @@
 """megatron-core's HyperCommGrid over ours: its names, words and patches, release by release."""
 
-import ast
-import functools
 import inspect
 import warnings
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import hypergrid
@@ -16,7 +13,7 @@ from compat import hyper_comm_grid, transformer_engine
 from compat.hyper_comm_grid import HyperCommGrid
 from compat.megatron.releases import RELEASE_HAS
 from compat.state import ParallelState
-from tests.parity.grids import compare_grids
+from tests.parity.grids import GridCase, compare_grid, compare_grids
 from tests.support import table
 from tests.support.forked import on_ranks, open_groups, total
 from tests.support.stock import RELEASES, have_stock, load_stock_grid, source
@@ -58,30 +55,21 @@ def enumeration():
         yield function
 
 
-def names_in(body):
-    names = set()
-    for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets)
-        elif isinstance(node, ast.Try):
-            names |= names_in(node.body)
-    return names
-
-
 def methods_of(kind):
     return {name for name, value in vars(kind).items() if inspect.isfunction(value)}
 
 
 def test_every_name_and_argument_of_a_release_is_there(release, eight):
-    names = names_in(ast.parse(source(release, "hyper_comm_grid.py")).body)
-    modules_that_tests_patch = {"dist", "np", "os", "logging"}
-    assert "HyperCommGrid" in names
-    assert names | modules_that_tests_patch <= set(vars(hyper_comm_grid))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stock = load_stock_grid(release).HyperCommGrid
+        stock_module = load_stock_grid(release)
+    names = {"dist", "np", "os", "logging"}  # modules that tests patch
+    for name, value in vars(stock_module).items():
+        if getattr(value, "__module__", "") == stock_module.__name__ or name.isupper():
+            names.add(name)
+    assert "HyperCommGrid" in names
+    assert names <= set(vars(hyper_comm_grid))
+    stock = stock_module.HyperCommGrid
     for name in methods_of(stock):
         parameters = inspect.signature(getattr(HyperCommGrid, name)).parameters
         for expected in inspect.signature(getattr(stock, name)).parameters.values():
@@ -99,24 +87,23 @@ def test_ranks_keys_groups_and_refusals_are_stocks_over_random_grids(release):
     assert compare_grids(release, 25, seed=7) == []
 
 
-def test_which_error_an_unknown_dim_gets_is_the_releases(release, eight):
-    grid = HyperCommGrid([2, 4], ["tp", "dp"])
-    with pytest.raises(ValueError if has_views(release) else KeyError, match="ep"):
-        grid.get_pg("ep")
-    with pytest.raises(ValueError, match="ep"):
-        grid.create_pg("ep")
-
-
 @pytest.mark.parametrize(("call", "error", "says"), table("megatron/refusals_of_grids.txt"))
 def test_what_is_wrong_is_said_in_words_that_stock_uses_too_and_no_view_is_kept(
     views, eight, enumeration, call, error, says
 ):
     grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
     grid.register_view("expert", [2, 2, 2], ["rest", "ep", "pp"], ["pp"])
-    grid.create_pg(["tp", "dp"]), grid.create_pg("ep", view="expert")
+    grid.create_pg(["tp", "dp"])
+    grid.create_pg("ep", view="expert")
     with pytest.raises(eval(error), match=says):
         eval(call, {"grid": grid, "HyperCommGrid": HyperCommGrid})
     assert list(grid._views) == list(grid.core.views) == ["base", "expert"]
+
+
+def test_a_name_may_have_a_dash(views, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    dims = [["expt-tp"], ["cp", "dp"], ["expt-tp", "dp"]]
+    assert compare_grid("0.19.2", GridCase([2, 2, 2], ["expt-tp", "cp", "dp"], 0, dims, 8, 3)) == []
 
 
 def test_the_environment_says_how_large_the_world_is_before_torch_does(fake_world, monkeypatch):
@@ -136,48 +123,21 @@ def test_the_environment_says_how_large_the_world_is_before_torch_does(fake_worl
 def test_a_replaced_enumeration_creates_every_combination_once(release, eight, enumeration):
     # No torch.distributed, and a world that its function would not know either.
     options = {"timeout": object(), "pg_options": object(), "group_desc": "D"}
-    with mock.patch.dict("os.environ", WORLD_SIZE="120"):
-        grid = HyperCommGrid([2, 3, 4, 5], ["tp", "cp", "pp", "dp"], backend="nccl")
+    grid = HyperCommGrid([2, 1, 4], ["tp", "cp", "dp"], backend="nccl")
     with mock.patch("torch.distributed.get_rank", side_effect=AssertionError):
         group = grid.create_pg(["cp", "dp"], **options)
-        with pytest.raises(KeyError):
-            grid.create_pg(["dp", "cp"], **options)
-    ranks = hypergrid.RankLayout(("tp", "cp", "pp", "dp"), (2, 3, 4, 5)).groups("cp-dp").tolist()
+    ranks = [[0, 2, 4, 6], [1, 3, 5, 7]]
     enumeration.assert_called_once_with(ranks, backend="nccl", **options)
     assert grid.get_pg(["dp", "cp"]) is group is grid._pgs["dp-cp"]
-    assert isinstance(group, dist.ProcessGroup)
+    grid.backend = "another"
+    grid.create_pg("cp")
+    assert enumeration.call_args == mock.call([[rank] for rank in range(8)], backend="another")
 
 
 def test_a_module_that_is_replaced_for_this_one_alone_is_used(eight):
     with mock.patch("compat.hyper_comm_grid.dist") as replaced:
         replaced.new_subgroups_by_enumeration.return_value = ("the group", None)
         assert HyperCommGrid([2, 4], ["tp", "dp"]).create_pg("tp") == "the group"
-
-
-@on_ranks(8)
-def test_a_wrapper_around_torchs_function_sees_the_groups_of_all_ranks(rank):
-    calls = []
-    enumeration = dist.new_subgroups_by_enumeration
-
-    @functools.wraps(enumeration)
-    def wrapper(ranks, **options):
-        calls.append((ranks, options))
-        return enumeration(ranks, **options)
-
-    with mock.patch(FUNCTION, wrapper):
-        grid = HyperCommGrid([2, 4], ["tp", "dp"])
-        group = grid.create_pg("dp", group_desc="wrapped")
-    ranks = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert calls == [(ranks, {"backend": None, "group_desc": "wrapped"})]
-    assert dist.get_process_group_ranks(group) == ranks[rank % 2]
-    assert group.group_desc == "wrapped"
-    with (
-        mock.patch.object(c10d, "destroy_process_group") as unused,
-        mock.patch.object(dist, "destroy_process_group", wraps=dist.destroy_process_group) as used,
-    ):
-        grid.destroy()
-    assert not unused.called and used.call_args_list == [mock.call(group)]
-    assert not grid._pgs
 
 
 @on_ranks(8)
@@ -191,34 +151,13 @@ def test_unreplaced_a_rank_creates_only_its_own_groups(rank):
     assert [call.args[0] for call in created.call_args_list] == members
     assert total(dp, rank) == sum(members[1])
     assert grid.core.get_pg("tp") is grid.get_pg("tp") is tp is grid._pgs["tp"]
-    assert [pooled.group for pooled in grid.core.pool.groups] == [tp, dp]
     grid.destroy()
     assert len(open_groups()) == 1 and grid._pgs == {}
 
 
-def test_dims_are_a_name_a_list_or_names_joined_and_a_name_may_have_a_dash(views, fake_world):
-    fake_world(8, rank=3)
-    grid = HyperCommGrid([2, 2, 2], ["expt-tp", "cp", "dp"])
-    theirs = load_stock_grid("0.19.2").HyperCommGrid([2, 2, 2], ["expt-tp", "cp", "dp"])
-    for dims in ("expt-tp", ["cp", "dp"]):
-        ours, stocks = grid.create_pg(dims), theirs.create_pg(dims)
-        assert dist.get_process_group_ranks(ours) == dist.get_process_group_ranks(stocks)
-    assert list(grid._pgs) == list(theirs._pgs) == ["expt-tp", "dp-cp"]
-    assert grid.get_pg("cp-dp") is grid.get_pg(("dp", "cp")) is grid._pgs["dp-cp"]
-    assert len(grid.core.pool.groups) == 2
-
-
-def test_a_grid_beyond_the_real_world_is_refused_by_torch_as_with_stock(release, fake_world):
-    fake_world(8)
-    errors = []
-    for kind in (load_stock_grid(release).HyperCommGrid, HyperCommGrid):
-        with mock.patch.dict("os.environ", WORLD_SIZE="16"):
-            grid = kind([4, 4], ["tp", "dp"])
-        with pytest.raises((ValueError, RuntimeError)) as refusal:
-            grid.create_pg("tp")
-        errors.append((refusal.type, str(refusal.value)))
-        assert grid._pgs == {}
-    assert errors[0] == errors[1]
+def test_a_grid_beyond_the_real_world_is_refused_by_torch_as_with_stock(release, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert compare_grid(release, GridCase([4, 4], ["tp", "dp"], 0, [["tp"]], world=8, rank=0)) == []
 
 
 def test_the_dict_of_groups_is_what_the_methods_go_by(fake_world):
@@ -243,88 +182,28 @@ def test_what_is_in_the_dict_is_closed_once_and_what_is_not_stays_open(fake_worl
     tp = grid.create_pg("tp")
     cp = grid.create_pg("cp")
     outside = dist.new_group([0, 3])
-    taken = grid._pgs.pop("cp")
+    del grid._pgs["cp"]
     grid._pgs |= {"mine": outside, "also": outside, "dp": None, "cp-tp": NON_MEMBER}
-    with mock.patch(
-        "torch.distributed.destroy_process_group", side_effect=dist.destroy_process_group
-    ) as closing:
+    destroy = dist.destroy_process_group
+    with mock.patch("torch.distributed.destroy_process_group", side_effect=destroy) as closing:
         grid.destroy()
-    assert sorted(map(id, (call.args[0] for call in closing.call_args_list))) == sorted(
-        [id(tp), id(outside)]
-    )
-    assert grid._pgs == {} and taken is cp in open_groups()
-    assert tp not in open_groups() and outside not in open_groups()
+    assert {call.args[0] for call in closing.call_args_list} == {tp, outside}
+    assert closing.call_count == 2
+    assert grid._pgs == {} and cp in open_groups()
     assert grid.create_pg("tp") is not tp
     grid.core.destroy()
     assert cp not in open_groups()
 
 
-def answers_after(kind, changes):
-    """What a grid creates and answers after ``changes``, and the backends asked of torch."""
-    grid = kind([2, 4], ["tp", "dp"])
-    for name, value in changes.items():
-        setattr(grid, name, value)
-    backends = set()
-    torchs_new_group = c10d.new_group
-
-    def new_group(ranks, backend=None, **options):
-        backends.add(backend)
-        return torchs_new_group(ranks, **options)
-
-    with (
-        mock.patch.object(dist, "new_group", new_group),
-        mock.patch.object(c10d, "new_group", new_group),
-    ):
-        group = grid.create_pg("tp")
-    answers = {"backends": backends, "keys": list(grid._pgs), "ranks": None}
-    if group is not None:
-        answers["ranks"] = dist.get_process_group_ranks(group)
-    if hasattr(kind, "is_current_rank_in_grid"):
-        answers["is inside"] = grid.is_current_rank_in_grid()
-    return answers
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"shape": [4, 2]},
-        {"shape": [2, 2], "size": 4},
-        {"dim_names": ["dp", "tp"]},
-        {"rank_offset": 6},
-        {"rank_offset": 8},
-        {"backend": "nccl"},
-        {"_gen_rank_enum": lambda dims: [[rank, rank + 8] for rank in range(8)]},
-        {"_gen_rank_enum_for": lambda shape, names, dims: [[r, r + 8] for r in range(8)]},
-        {"_order_dims": lambda dims: (["dp"], "mine")},
-        {"_order_dims_for": lambda names, dims: (["dp"], "mine")},
-        {"_order_dims_for_view": lambda view, dims: (["dp"], "mine")},
-    ],
-    ids=lambda changes: "+".join(changes),
-)
-def test_what_is_written_into_a_grid_has_the_effect_it_has_on_stock(release, fake_world, changes):
+@pytest.mark.parametrize("writes", [text for (text,) in table("megatron/writes_of_grids.txt")])
+def test_what_is_written_into_a_grid_has_the_effect_it_has_on_stock(release, monkeypatch, writes):
+    monkeypatch.setenv("WORLD_SIZE", "16")
     stock = load_stock_grid(release).HyperCommGrid
-    fake_world(16)
+    changes = eval(f"dict({writes})")
     if not set(changes) <= {*vars(stock), *vars(stock([1], ["x"]))}:
         pytest.skip("the release has no such method")
-    fake_world(16, rank=6)
-    expected = answers_after(stock, changes)
-    fake_world(16, rank=6)
-    answers = answers_after(HyperCommGrid, changes)
-    assert {name: answers[name] for name in expected} == expected
-
-
-def test_a_view_that_is_written_by_hand_has_its_effect(views, fake_world):
-    stock = load_stock_grid("0.19.2")
-    answers = []
-    for module in (stock, hyper_comm_grid):
-        fake_world(8, rank=6)
-        grid = module.HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
-        grid.register_view("expert", [2, 2, 2], ["ep", "rest", "pp"], ["pp"])
-        grid._views["expert"].shared_dims.clear()
-        grid._views["other"] = module._RankViewSpec("other", [4, 2], ["ep", "rest"], [])
-        groups = [grid.create_pg("pp", view="expert"), grid.create_pg("ep", view="other")]
-        answers.append((list(map(dist.get_process_group_ranks, groups)), list(grid._pgs)))
-    assert answers[0] == answers[1]
+    case = GridCase([2, 4], ["tp", "dp"], 0, [["tp"]], world=16, rank=6)
+    assert compare_grid(release, case, lambda grid: vars(grid).update(changes)) == []
 
 
 @on_ranks(4)
@@ -356,7 +235,7 @@ def test_our_functions_take_either_grid(fake_world):
     fake_world(8, rank=3)
     grid = HyperCommGrid([2, 4], ["tp", "dp"])
     for dims in ("tp", "tp-dp"):
-        grid.create_pg(dims.split("-"))
+        grid.create_pg(dims)
     tp = grid.get_pg("tp")
     assert transformer_engine.amax_group(grid) is transformer_engine.amax_group(grid.core)
     assert collection.from_grid(grid, ["tp"]).tp is tp is collection.from_grid(grid.core).tp

@@ -9,11 +9,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
 from compat import parallel_state as ps
-from compat.megatron.releases import PUBLISHED, RELEASE
-from tests.support import warm
+from tests.support import table, warm
 from tests.support.forked import on_ranks, open_groups
 from tests.support.groups import check_all_reduce, state_groups
-from tests.support.stock import load_stock
 
 pytestmark = pytest.mark.usefixtures("clean_state")
 
@@ -28,27 +26,10 @@ def initialized(fake_world):
     return start
 
 
-CONFIGURATIONS = [
-    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
-    dict(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
-    dict(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2]),
-    dict(num_distributed_optimizer_instances=2, expert_model_parallel_size=2),
-    dict(hybrid_context_parallel=True, context_parallel_size=2),
-    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, order="tp-cp-pp-dp"),
-    dict(gtp_remat_size=2, tensor_model_parallel_size=2),
-    dict(
-        pipeline_model_parallel_size=4,
-        get_embedding_ranks=lambda ranks: [ranks[-1], ranks[1], ranks[0]],
-        get_position_embedding_ranks=lambda ranks: [0, ranks[0]] if ranks[0] else [0],
-    ),
-    dict(create_all_gather_group=True),
-]
-
-
-@pytest.mark.parametrize("arguments", CONFIGURATIONS, ids=lambda a: "-".join(a))
+@pytest.mark.parametrize("arguments", [text for (text,) in table("megatron/layouts_of_eight.txt")])
 @on_ranks(8)
 def test_eight_real_ranks_pass_collectives_on_every_group(rank, arguments):
-    ps.initialize_model_parallel(**arguments)
+    ps.initialize_model_parallel(**eval(f"dict({arguments})"))
     check_all_reduce(rank)
     for group in state_groups().values():
         expected = dist.get_process_group_ranks(group).index(rank)
@@ -166,25 +147,9 @@ def test_second_all_gather_groups_follow_the_order_and_window_of_the_state(initi
         ps.create_all_gather_groups()
 
 
-def test_the_memory_buffer_is_megatrons(initialized):
-    initialized()
-    assert ps.get_global_memory_buffer().buffer == {}
-    assert type(ps.get_global_memory_buffer()).__name__ == "GlobalMemoryBuffer"
-    assert ps.get_global_memory_buffer() is ps._GLOBAL_MEMORY_BUFFER
-    ps.destroy_global_memory_buffer()
-    with pytest.raises(AssertionError, match="global memory buffer is not initialized"):
-        ps.get_global_memory_buffer()
-
-
 def test_code_reaches_torch_and_a_logger_through_the_module(monkeypatch):
     monkeypatch.setattr("compat.parallel_state.torch.distributed.is_initialized", lambda: "asked")
     assert dist.is_initialized() == "asked" and ps.logger.name == ps.__name__
-
-
-def test_a_missing_group_for_scaling_factors_is_named_as_such():
-    for cp, tp_only in ((False, False), (False, True), (True, False), (True, True)):
-        with pytest.raises(AssertionError, match=r"^fp8 amax reduction group is not initialized"):
-            ps.get_amax_reduction_group(cp, tp_only)
 
 
 def test_importing_it_imports_no_megatron():
@@ -206,41 +171,3 @@ def test_a_rank_outside_the_window_that_a_function_named_has_no_group_for_sharp(
     assert dist.get_process_group_ranks(ps.get_embedding_group()) == [0, 4]
     assert ps._DATA_PARALLEL_GROUP_WITH_CP is None
     ps.destroy_model_parallel()
-
-
-def answers_to_what_is_written_before(module):
-    """State that was written before an initialisation, and after a destroy."""
-    answers = []
-    module.set_tensor_model_parallel_world_size(16)
-    module.set_virtual_pipeline_model_parallel_world_size(3)
-    module.set_virtual_pipeline_model_parallel_rank(2)
-    for description in ("ONE", "TWO"):
-        module.create_group([0, 1], group_desc=description)
-    module.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
-    for _ in range(2):
-        groups = module._global_process_group_list or ()
-        answers.append([group and group.group_desc for group in groups])
-        answers.append(module.get_virtual_pipeline_model_parallel_world_size())
-        answers.append(module.get_virtual_pipeline_model_parallel_rank())
-        answers.append(module._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE)
-        module.destroy_model_parallel()
-    module._set_global_memory_buffer()
-    with pytest.raises(RuntimeError):
-        module.initialize_model_parallel(3)
-    with pytest.raises(AssertionError):
-        module.initialize_model_parallel(2, create_gloo_process_groups=False)
-    module.destroy_model_parallel()
-    module.initialize_model_parallel(2, create_gloo_process_groups=False)
-    module.destroy_model_parallel()
-    return answers
-
-
-def test_what_is_written_before_initialisation_counts_as_on_stock(fake_world):
-    line = "{}.{}.".format(*RELEASE)
-    release = next(release for release in PUBLISHED if release.startswith(line))
-    fake_world(8)
-    expected = answers_to_what_is_written_before(load_stock(release))
-    fake_world(8)
-    answers = answers_to_what_is_written_before(ps)
-    assert answers == expected
-    assert answers[0][:3] == [None, "ONE", "TWO"] and answers[1:4] == [3, 2, 16]

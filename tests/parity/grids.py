@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -14,59 +17,77 @@ from tests.support.stock import load_stock_grid, source_dir
 NAMES = ("tp", "cp", "ep", "pp", "dp")
 
 
+@dataclass(frozen=True)
+class GridCase:
+    """A grid, the combinations of dims to create in it, and the rank that creates them."""
+
+    shape: list[int]
+    names: list[str]
+    offset: int
+    dims: list[list[str]]
+    world: int
+    rank: int
+
+    def __str__(self) -> str:
+        grid = f"{self.shape} {self.names} from rank {self.offset}"
+        return f"{grid} as rank {self.rank} of {self.world}"
+
+
 def compare_grids(release: str, n: int, seed: int) -> list[str] | None:
     """What differs over `n` random grids, one line each; None if the release has no such class."""
     if not (source_dir(release) / "hyper_comm_grid.py").is_file():
         return None
-    stock = load_stock_grid(release).HyperCommGrid
     differences = []
     for number in range(n):
-        rng = random.Random(f"{seed}/{release}/{number}")
-        names = rng.sample(NAMES, rng.randint(1, 5))
-        shape = [rng.choice((1, 2, 2, 3, 4)) for _ in names]
-        offset = rng.choice((0, 0, 1, 5))
-        while (size := _product(shape)) + offset > 64:
-            shape[shape.index(max(shape))] -= 1
-        dims = [rng.sample(names, rng.randint(1, len(names))) for _ in range(3)]
-        world, rank = size + offset + rng.choice((0, 3)), offset + rng.randrange(size)
-        answers = [
-            _answers(kind, stock, shape, names, offset, dims, world, rank)
-            for kind in (stock, HyperCommGrid)
-        ]
-        for question, answer in answers[0].items():
-            our_answer = answers[1][question]
-            # Older releases leave an unknown dim to einops, which refuses in a way of its own.
-            both_refuse = answer == "EinopsError" and str(our_answer).endswith("Error")
-            if answer != our_answer and not both_refuse:
-                grid = f"{shape} {names} from rank {offset} as rank {rank} of {world}"
-                differences.append(f"{grid}, {question}: stock {answer}, ours {our_answer}")
+        case = random_case(random.Random(f"{seed}/{release}/{number}"))
+        differences += compare_grid(release, case)
     return differences
 
 
-def _product(shape: list[int]) -> int:
-    size = 1
-    for dim_size in shape:
-        size *= dim_size
-    return size
+def random_case(rng: random.Random) -> GridCase:
+    """A grid of up to 64 ranks in a world that may have a few more."""
+    names = rng.sample(NAMES, rng.randint(1, 5))
+    shape = [rng.choice((1, 2, 2, 3, 4)) for _ in names]
+    offset = rng.choice((0, 0, 1, 5))
+    while math.prod(shape) + offset > 64:
+        shape[shape.index(max(shape))] -= 1
+    size = math.prod(shape)
+    dims = [rng.sample(names, rng.randint(1, len(names))) for _ in range(3)]
+    world = size + offset + rng.choice((0, 3))
+    return GridCase(shape, names, offset, dims, world, offset + rng.randrange(size))
+
+
+def compare_grid(
+    release: str, case: GridCase, change: Callable[[Any], None] | None = None
+) -> list[str]:
+    """What differs of one grid, to which `change` is done before it is asked."""
+    stock = load_stock_grid(release).HyperCommGrid
+    stock_answers = _answers(stock, stock, case, change)
+    our_answers = _answers(HyperCommGrid, stock, case, change)
+    differences = []
+    for question, answer in stock_answers.items():
+        our_answer = our_answers[question]
+        # Older releases leave an unknown dim to einops, which refuses in a way of its own.
+        both_refuse = answer == "EinopsError" and str(our_answer).endswith("Error")
+        if answer != our_answer and not both_refuse:
+            differences.append(f"{case}, {question}: stock {answer}, ours {our_answer}")
+    return differences
 
 
 def _answers(
-    kind: Any,
-    stock: Any,
-    shape: list[int],
-    names: list[str],
-    offset: int,
-    dims: list[list[str]],
-    world: int,
-    rank: int,
+    kind: Any, stock: Any, case: GridCase, change: Callable[[Any], None] | None
 ) -> dict[str, Any]:
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=case.rank, world_size=case.world, store=FakeStore())
     try:
-        grid = kind(shape, names, offset)
+        grid = kind(case.shape, case.names, case.offset)
+        if change is not None:
+            change(grid)
         shown = {
             name: getattr(grid, name) for name in ("shape", "dim_names", "rank_offset", "size")
         }
-        for group_dims in dims:
+        if hasattr(stock, "is_current_rank_in_grid"):
+            shown["is inside"] = grid.is_current_rank_in_grid()
+        for group_dims in case.dims:
             label = "-".join(group_dims)
             shown[f"ranks over {label}"] = grid._gen_rank_enum(group_dims)
             shown[f"before {label}"] = _tried(grid.get_pg, group_dims)
@@ -75,12 +96,12 @@ def _answers(
             shown[f"got over {label}"] = _tried(grid.get_pg, group_dims)
             for order in ("_order_dims", "_order_dims_for"):
                 if hasattr(stock, order):
-                    first = (names,) if order == "_order_dims_for" else ()
+                    first = (case.names,) if order == "_order_dims_for" else ()
                     shown[f"{order} {label}"] = getattr(grid, order)(*first, group_dims)
         shown["keys"] = list(grid._pgs)
         shown["an unknown dim"] = _tried(grid.create_pg, "zz")
         shown["the group of an unknown dim"] = _tried(grid.get_pg, "zz")
-        shown["too large"] = _tried(kind, [world + 1], ["tp"])
+        shown["too large"] = _tried(kind, [case.world + 1], ["tp"])
         shown["names too few"] = _tried(kind, [1, 1], ["tp"])
         return shown
     finally:
