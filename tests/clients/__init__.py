@@ -11,27 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
+from tests.parity.surface import Config
+from tests.parity.watching import Client, Step
 from tests.support.stock import RELEASES
 
-Step = tuple[str, Any]
+__all__ = ["Client", "Program", "Step", "generated_groups"]
+
 Sizes = dict[str, int]
-
-
-@dataclass
-class Client:
-    """What a program works with: the module, and a world in which sizes have been chosen."""
-
-    module: ModuleType
-    release: str
-    sizes: Sizes
-    restart: Callable[[], None]  # ends the default group and makes a new one
-
-    def initialise(self, **more: Any) -> None:
-        """Call ``initialize_model_parallel`` with this world's sizes by keyword."""
-        self.module.initialize_model_parallel(**self.sizes, **more)
 
 
 @dataclass(frozen=True)
@@ -50,3 +40,26 @@ class Program:
             "expert_model_parallel_size": 2,
         }
     )
+
+    def config(self) -> Config:
+        """The world in which it is tried, as ``tests.parity`` has it."""
+        return {
+            "world_size": self.world,
+            "kwargs": dict(self.sizes),
+            "environment": {},
+            "positional": 0,
+        }
+
+
+def generated_groups(
+    client: Client, token: str, create: Callable[[list[int]], Any]
+) -> Iterator[Step]:
+    """Groups of its own from Megatron's RankGenerator: every rank makes every one."""
+    client.initialise()
+    generator = client.module.RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
+    ranks_of_groups = []
+    for ranks in generator.get_ranks(token):
+        group = create(ranks)
+        if dist.get_rank() in ranks:
+            ranks_of_groups.append(dist.get_process_group_ranks(group))
+    yield "its groups", ranks_of_groups

@@ -95,26 +95,12 @@ def _kinds_of(value: Any, own_groups: dict[str, Any]) -> list[str]:
     return [name for name, group in own_groups.items() if value is group]
 
 
-class Config:
-    """A model's settings as the release knows them: none that it lacks can be read."""
-
-    def __init__(self, release: str) -> None:
-        if release == "dev":
-            self.dynamic_context_parallel, self.min_dynamic_context_parallel_size = True, 2
-        elif release >= "0.16":
-            self.hybrid_context_parallel = False
-
-
 def arguments_by_the_signature(client: Client) -> Iterator[Step]:
     """Look which arguments there are, and read a setting for each that only some releases have."""
     names = set(inspect.signature(client.module.initialize_model_parallel).parameters)
-    config = Config(client.release)
-    optional = {}
-    for name in ("dynamic_context_parallel", "min_dynamic_context_parallel_size"):
-        if name in names and hasattr(config, name):
-            optional[name] = getattr(config, name)
-    if "hybrid_context_parallel" in names:
-        optional["hybrid_context_parallel"] = config.hybrid_context_parallel
+    settings = {"hybrid_context_parallel": False}
+    if client.release == "dev":
+        settings = {"dynamic_context_parallel": True, "min_dynamic_context_parallel_size": 2}
     client.initialise(
         virtual_pipeline_model_parallel_size=None,
         pipeline_model_parallel_comm_backend=None,
@@ -130,6 +116,6 @@ def arguments_by_the_signature(client: Client) -> Iterator[Step]:
         use_sharp=False,
         high_priority_stream_groups=None,
         sharp_enabled_group=None,
-        **optional,
+        **{name: value for name, value in settings.items() if name in names},
     )
     yield "arguments", sorted(names)

@@ -78,3 +78,25 @@ def a_test_that_mocks(client: Client) -> Iterator[Step]:
     yield "a size unset", None
     module.destroy_model_parallel()
     yield "destroyed", None
+
+
+def numbers_and_groups_before(client: Client) -> Iterator[Step]:
+    """What is written before an initialisation, or left by one that failed."""
+    module = client.module
+    module.set_tensor_model_parallel_world_size(16)
+    module.set_virtual_pipeline_model_parallel_world_size(3)
+    module.set_virtual_pipeline_model_parallel_rank(2)
+    for description in ("ONE", "TWO"):
+        module.create_group([*range(client.config["world_size"])], group_desc=description)
+    yield "written", None
+    client.initialise()
+    yield "initialised", None
+    module.destroy_model_parallel()
+    yield "destroyed", None
+    try:
+        module.initialize_model_parallel(3)
+    except RuntimeError as error:
+        yield "destroyed, and refused", type(error).__name__
+    module.destroy_model_parallel()
+    client.initialise()
+    yield "initialised anew", None

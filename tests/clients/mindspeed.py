@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.clients import Client, Step
-from tests.parity.recording import options_content
+from tests.clients import Client, Step, generated_groups
+from tests.parity.patching import listening
 from tests.parity.surface import private_globals
 
 NAME = "megatron.core.parallel_state"
@@ -21,35 +20,25 @@ BUFFERS = {"dp": 7, "dp_cp": 11, "tp": 13, "pp": 17, "ep": 19, "tp_cp": 23, "ep_
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Patches:
-    """Wraps functions of a module, in every loaded module that has imported them too."""
+@contextlib.contextmanager
+def patched(module: ModuleType, wrappers: dict[str, list[Wrapper]]) -> Iterator[None]:
+    """Functions of a module wrapped, in every loaded module that has imported them too."""
+    replaced = {}
+    for name, wrappers_of_name in wrappers.items():
+        original = getattr(module, name, None)
+        final = functools.reduce(lambda inner, wrap: wrap(inner), wrappers_of_name, original)
+        replaced[name] = (original, final)
+        setattr(module, name, final)
+        _sweep(name, original, final)
+    yield
+    for name, (original, final) in replaced.items():
+        _sweep(name, final, original)
 
-    def __init__(self, module: ModuleType) -> None:
-        self.module = module
-        self.wrappers: dict[str, list[Wrapper]] = {}
-        self.replaced: dict[str, tuple[Any, Any]] = {}
 
-    def register(self, name: str, wrapper: Wrapper) -> None:
-        self.wrappers.setdefault(name, []).append(wrapper)
-
-    def apply(self) -> None:
-        for name, wrappers in self.wrappers.items():
-            if not hasattr(self.module, name):
-                setattr(self.module, name, None)
-            original = getattr(self.module, name)
-            final = functools.reduce(lambda inner, wrap: wrap(inner), wrappers, original)
-            self.replaced[name] = (original, final)
-            setattr(self.module, name, final)
-            self._sweep(name, original, final)
-
-    def remove(self) -> None:
-        for name, (original, final) in self.replaced.items():
-            self._sweep(name, final, original)
-
-    def _sweep(self, name: str, old: Any, new: Any) -> None:
-        for module in list(sys.modules.values()):
-            if hasattr(module, name) and getattr(module, name) is old:
-                setattr(module, name, new)
+def _sweep(name: str, old: Any, new: Any) -> None:
+    for module in list(sys.modules.values()):
+        if getattr(module, name, ...) is old:
+            setattr(module, name, new)
 
 
 def group_names(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,40 +69,6 @@ def buffer_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def passed_on(heard: list[Any], name: str) -> Wrapper:
-    """A wrapper that notes that it was called and changes nothing."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            heard.append(name)
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    return wrap
-
-
-def calls_noted(heard: list[Any]) -> Wrapper:
-    """A wrapper of ``create_group`` that notes all arguments, by name and in order."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            shown = dict(bound.arguments)
-            shown["pg_options"] = options_content(shown["pg_options"])
-            heard.append({name: repr(value) for name, value in shown.items()})
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    return wrap
-
-
 def the_group_itself(original: Callable[..., Any]) -> Callable[..., Any]:
     """In place of a gloo getter, where no gloo groups are wanted: the group beside it."""
     module = sys.modules[NAME]
@@ -128,38 +83,31 @@ def the_group_itself(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def six_functions_wrapped(client: Client) -> Iterator[Step]:
     """Options by name, notes of calls, and another getter; then everything is undone."""
-    sys.modules[NAME] = client.module
+    module = client.module
+    sys.modules[NAME] = module
     importer = sys.modules["a_module_that_imports_by_name"] = ModuleType("by_name")
-    vars(importer).update(
-        {name: getattr(client.module, name) for name in ("get_nccl_options", "create_group")}
-    )
-    before = {name: getattr(client.module, name) for name in ("create_group", "get_nccl_options")}
-    calls: list[Any] = []
-    heard: list[str] = []
-    patches = Patches(client.module)
-    patches.register("get_nccl_options", group_names)
-    patches.register("get_nccl_options", buffer_sizes)
-    patches.register("create_group", calls_noted(calls))
-    for name in ("initialize_model_parallel", "destroy_model_parallel"):
-        patches.register(name, passed_on(heard, name))
-    patches.register("get_data_parallel_group_gloo", the_group_itself)
-    patches.register("get_a_group_that_no_release_has", lambda original: lambda: "answered")
-    patches.apply()
+    originals = {name: getattr(module, name) for name in ("create_group", "get_nccl_options")}
+    vars(importer).update(originals)
+    heard: list[tuple[str, Any]] = []
+    wrappers: dict[str, list[Wrapper]] = {
+        "get_nccl_options": [group_names, buffer_sizes],
+        "get_data_parallel_group_gloo": [the_group_itself],
+        "get_a_group_that_no_release_has": [lambda original: lambda: "answered"],
+    }
+    for name in ("create_group", "initialize_model_parallel", "destroy_model_parallel"):
+        wrappers[name] = [functools.partial(listening, module, name, heard=heard)]
+    with patched(module, wrappers):
+        client.initialise()
+        yield "calls, in order", heard
+        is_new = [vars(importer)[name] is vars(module)[name] for name in originals]
+        yield "imported by name", is_new
+        yield "a function of its own", module.get_a_group_that_no_release_has()
+        module.destroy_model_parallel()
+        yield "destroyed", heard[-1]
+    heard.clear()
+    yield "destroyed, all put back", [vars(module)[name] is was for name, was in originals.items()]
     client.initialise()
-    yield "calls of create_group, in order", calls
-    yield (
-        "imported by name",
-        [getattr(importer, name) is getattr(client.module, name) for name in sorted(before)],
-    )
-    yield "a function of its own", client.module.get_a_group_that_no_release_has()
-    client.module.destroy_model_parallel()
-    yield "destroyed, and these were called", heard
-    patches.remove()
-    calls.clear()
-    same = [getattr(client.module, name) is was for name, was in before.items()]
-    yield "destroyed, all put back", same
-    client.initialise()
-    yield "initialised anew, without the wrappers", calls
+    yield "initialised anew, without the wrappers", heard
 
 
 def forgotten_by_hand(client: Client) -> Iterator[Step]:
@@ -189,12 +137,9 @@ def _groups(value: Any) -> list[Any]:
 
 def options_set_afterwards(client: Client) -> Iterator[Step]:
     """Groups of its own beside Megatron's, with Megatron's helpers imported by name."""
-    client.initialise()
     get_nccl_options, create_group = client.module.get_nccl_options, client.module.create_group
-    ranks_of_groups = []
-    generator = client.module.RankGenerator(2, 1, 2, 2, 2, "tp-cp-ep-dp-pp")
-    for ranks in generator.get_ranks("cp"):
-        group = create_group(ranks, pg_options=get_nccl_options("cp2", {}), group_desc="CP2")
-        if dist.get_rank() in ranks:
-            ranks_of_groups.append(dist.get_process_group_ranks(group))
-    yield "its groups", ranks_of_groups
+
+    def create(ranks: list[int]) -> Any:
+        return create_group(ranks, pg_options=get_nccl_options("cp2", {}), group_desc="CP2")
+
+    return generated_groups(client, "cp", create)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.clients import Client, Step
+from tests.clients import Client, Step, generated_groups
 
 MINUTES = 300_000  # its default: 208 days
 
@@ -20,8 +20,8 @@ def a_timeout_for_every_group(client: Client) -> Iterator[Step]:
     def create_group(
         ranks: Any = None, timeout: timedelta | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        given = timedelta(minutes=MINUTES) if timeout is None else timeout
-        return original(ranks, given, *args, **kwargs)
+        timeout = timeout or timedelta(minutes=MINUTES)
+        return original(ranks, timeout, *args, **kwargs)
 
     module.create_group = create_group
     sizes = dict(client.sizes)
@@ -41,21 +41,9 @@ def a_timeout_for_every_group(client: Client) -> Iterator[Step]:
 
 
 def groups_of_its_own(client: Client) -> Iterator[Step]:
-    """The ranks that see the same data, as groups: every rank makes every one."""
-    client.initialise()
-    module = client.module
-    generator = module.RankGenerator(
-        tp=module.get_tensor_model_parallel_world_size(),
-        ep=1,
-        dp=module.get_data_parallel_world_size(),
-        pp=module.get_pipeline_model_parallel_world_size(),
-        cp=module.get_context_parallel_world_size(),
-        order="tp-cp-ep-dp-pp",
-        rank_offset=0,
-    )
-    ranks_of_groups = []
-    for ranks in generator.get_ranks("tp-cp-ep-pp"):
-        group = dist.new_group(ranks=sorted(ranks), group_desc="ROLLOUT_GROUP")
-        if dist.get_rank() in ranks:
-            ranks_of_groups.append(dist.get_process_group_ranks(group))
-    yield "its groups", ranks_of_groups
+    """The ranks that see the same data, as groups."""
+
+    def create(ranks: list[int]) -> Any:
+        return dist.new_group(ranks=sorted(ranks), group_desc="ROLLOUT_GROUP")
+
+    return generated_groups(client, "tp-cp-ep-pp", create)

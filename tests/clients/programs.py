@@ -56,6 +56,9 @@ PROGRAMS = {
         megatron_tools.a_converter_that_saves, world=1
     ),
     "Megatron's tests: getters and globals mocked": Program(megatron_tools.a_test_that_mocks),
+    "Megatron's tests: numbers and groups before": Program(
+        megatron_tools.numbers_and_groups_before
+    ),
     "NVRx: begun anew in the process": Program(nvrx.begun_anew_in_the_process),
 }
 

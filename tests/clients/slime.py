@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.clients import Client, Step
-from tests.parity.recording import options_content
 from tests.parity.surface import public_functions
 
 ASK = ("get_rank", "get_world_size", "get_process_group_ranks", "all_reduce", "get_backend")
@@ -71,7 +70,6 @@ def groups_closed_and_made_anew(client: Client) -> Iterator[Step]:
     with reloadable() as groups:
         client.initialise()
         own_groups = [group for group in groups if isinstance(group.group, dist.ProcessGroup)]
-        yield "what its new_group made for this rank", sorted(map(_request, own_groups))
         names = public_functions(client.release)
         getters = [name for name in names if name.endswith("parallel_group")]
         yield "answers its own objects", {name: _kind(client.module, name) for name in getters}
@@ -84,15 +82,6 @@ def groups_closed_and_made_anew(client: Client) -> Iterator[Step]:
         yield "made anew", {name: _kind(client.module, name) for name in getters}
         client.module.destroy_model_parallel()
         yield "destroyed", None
-
-
-def _request(group: Reloadable) -> str:
-    """What was asked for a group of this rank's."""
-    names = ("ranks", "timeout", "backend", "pg_options")
-    arguments = dict(zip(names, group.args, strict=False)) | group.kwargs
-    texts = [str(arguments.get(name)) for name in ("group_desc", "timeout", "backend")]
-    options = options_content(arguments.get("pg_options"))
-    return repr((texts, sorted(arguments["ranks"]), options))
 
 
 def _kind(module: Any, name: str) -> Any:

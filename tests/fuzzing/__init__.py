@@ -1,7 +1,7 @@
 """Random arguments for ``initialize_model_parallel``, most of them wrong.
 
-``wild`` draws sets of arguments; ``judging`` runs one set with ours and with stock and lists what
-is wrong (see ``judging.judge``). ``scripts/fuzz`` runs many.
+``wild`` draws sets of arguments, most of them from ``values.txt``; ``judging`` runs one set with
+ours and with stock and lists what is wrong (see ``judging.judge``). ``scripts/fuzz`` runs many.
 
 What may differ:
 

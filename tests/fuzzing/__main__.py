@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib
 import random
 import sys
 import time
 import warnings
+
+from compat import parallel_state
+from tests.fuzzing.judging import judge
+from tests.fuzzing.wild import draw
 
 
 def main() -> int:
@@ -19,11 +22,7 @@ def main() -> int:
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    from tests.fuzzing.judging import judge
-    from tests.fuzzing.wild import draw
-
     release = options.release
-    candidate = importlib.import_module("compat.parallel_state")
     started = time.monotonic()
     accepted = 0
     complaints: list[str] = []
@@ -31,7 +30,7 @@ def main() -> int:
         # An alarm does not stop a loop that never comes back to Python; this ends the process.
         faulthandler.dump_traceback_later(180, exit=True)
         arguments = draw(random.Random(f"{options.seed}/{release}/{number}"), release)
-        outcome, complaints_of_set = judge(arguments, candidate)
+        outcome, complaints_of_set = judge(arguments, parallel_state)
         accepted += outcome.error is None
         complaints += [f"{release} #{number} {arguments}: {text}" for text in complaints_of_set]
     seconds = time.monotonic() - started

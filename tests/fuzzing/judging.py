@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import re
 import signal
@@ -11,7 +10,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.fuzzing.wild import CHOICES, FLAGS, MARKER, NUMBERS, ArgumentSet, Hang, Made
+from tests.fuzzing.wild import CHOICES, FLAGS, MARKER, NUMBERS, ArgumentSet, Hang
 from tests.parity.breaking import is_nonsense
 from tests.parity.recording import Recorder, is_deliberate, observed
 from tests.parity.repairs import repaired_stocks
@@ -75,6 +74,7 @@ def attempt(module: ModuleType, arguments: ArgumentSet, is_ours: bool = False) -
     with tempfile.TemporaryDirectory() as folder, observed(recorder):
         keywords = arguments.arguments(Path(folder))
         if not is_ours:
+            keywords = {name: _plain(name, value) for name, value in keywords.items()}
             for name in CHOICES:
                 keywords.pop(name, None)
         environment = dict(os.environ)
@@ -166,16 +166,12 @@ def _is_callers_own(error: BaseException) -> bool:
 
 
 def _differences(arguments: ArgumentSet, outcome: Outcome) -> list[str]:
-    """How ours differs from stock; from stock with the `REPAIRS`, where they apply."""
-    wild = {name: _plain(name, value) for name, value in arguments.wild.items()}
-    if not _can_be_compared(wild, outcome):
+    """How ours differs from stock, and from stock with any of the `REPAIRS`."""
+    if not _can_be_compared(arguments, outcome):
         return []
-    simple = {name: value for name, value in wild.items() if _is_simple(name, value)}
-    config = {**arguments.config, "kwargs": {**arguments.config["kwargs"], **simple}}
     first_difference = ""
-    stocks = chain([load_stock(arguments.release)], repaired_stocks(arguments.release, config))
-    for module in stocks:
-        stock_outcome = attempt(module, replace(arguments, wild=wild))
+    for module in chain([load_stock(arguments.release)], repaired_stocks(arguments.release)):
+        stock_outcome = attempt(module, arguments)
         difference = _difference(arguments, stock_outcome, outcome)
         if not difference or isinstance(stock_outcome.error, Hang | MemoryError):
             return []
@@ -183,26 +179,23 @@ def _differences(arguments: ArgumentSet, outcome: Outcome) -> list[str]:
     return [first_difference]
 
 
-def _can_be_compared(wild: dict[str, Any], outcome: Outcome) -> bool:
+def _can_be_compared(arguments: ArgumentSet, outcome: Outcome) -> bool:
     """Whether stock can be given the same arguments."""
-    window = wild.get("local_world_size")
-    if isinstance(window, int) and window > _LARGEST_WINDOW:
-        return False
-    if isinstance(wild.get("nccl_communicator_config_path"), int):
-        return False  # stock would close this file of the process
-    if any(isinstance(value, Made) and not value.comparable for value in wild.values()):
+    for name, value in arguments.wild.items():
+        window = value.make() if name == "local_world_size" else None
+        if isinstance(window, int) and window > _LARGEST_WINDOW:
+            return False
+    if any(value.is_alone for value in arguments.wild.values()):
         return False
     # Stock has none of our choices.
-    refuses_choice = isinstance(outcome.error, ValueError) and str(outcome.error).startswith(
-        CHOICES
-    )
-    return not refuses_choice
+    is_of_choice = str(outcome.error).startswith(CHOICES)
+    return not (isinstance(outcome.error, ValueError) and is_of_choice)
 
 
 def _difference(arguments: ArgumentSet, stock: Outcome, outcome: Outcome) -> str:
     if outcome.error is None and stock.error is None:
-        shares = arguments.wild.get("share") not in (None, "", "none")
-        if shares or stock.created == outcome.created:
+        share = arguments.wild.get("share")
+        if (share and share.text == '"all"') or stock.created == outcome.created:
             return ""
         groups = sorted({group[0] for group in (stock.created - outcome.created)})
         groups += sorted({group[0] for group in (outcome.created - stock.created)})
@@ -222,47 +215,15 @@ def _difference(arguments: ArgumentSet, stock: Outcome, outcome: Outcome) -> str
 
 def may_refuse(arguments: ArgumentSet) -> bool:
     """Whether any refusal is right: a value of the wrong kind, or nonsense as in the parity."""
-    wild = arguments.wild
-    if any(_is_odd(name, value) for name, value in wild.items()):
+    if any(value.is_odd for value in arguments.wild.values()):
         return True
     keywords = dict(arguments.config["kwargs"])
-    for name, value in wild.items():
-        if name in NUMBERS or name == "order":
-            keywords[name] = value
-    order = keywords.get("order", "")
-    # Stock adds a second gtp_remat to an order that names it in capitals.
-    in_capitals = "gtp_remat" in order.lower() and "gtp_remat" not in order.split("-")
-    if in_capitals and "gtp_remat_size" in parameters(arguments.release):
-        return True
-    levels = wild.get("hierarchical_context_parallel_sizes") or []
-    stages = wild.get("virtual_pipeline_model_parallel_size") or 1
+    for name, value in arguments.wild.items():
+        if name in (*NUMBERS, "order", "hierarchical_context_parallel_sizes"):
+            keywords[name] = value.make()
+    levels = keywords.get("hierarchical_context_parallel_sizes") or []
+    stages = keywords.get("virtual_pipeline_model_parallel_size") or 1
     return min([*levels, stages]) < 1 or is_nonsense({"kwargs": keywords})
-
-
-def _is_odd(name: str, value: Any) -> bool:
-    """Whether ``value`` is not of the kind that the argument ``name`` is documented to be."""
-    if isinstance(value, Made):
-        return value.refusable
-    if value is None:
-        return name in NUMBERS or name == "order"
-    if name in NUMBERS:
-        return _index(value) is None
-    if name == "hierarchical_context_parallel_sizes":
-        return not isinstance(value, list | tuple) or any(_index(level) is None for level in value)
-    if name == "high_priority_stream_groups":
-        return not isinstance(value, list | tuple)
-    if name == "distributed_timeout_minutes":
-        return not isinstance(value, int | float)
-    if name in FLAGS:
-        return not isinstance(_plain(name, value), bool)
-    return not isinstance(value, str)
-
-
-def _index(value: Any) -> int | None:
-    try:
-        return operator.index(value)
-    except Exception:
-        return None
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -273,12 +234,5 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple | range):
-        return [part if _index(part) is None else _index(part) for part in value]
+        return [_plain("", part) for part in value]
     return value
-
-
-def _is_simple(name: str, value: Any) -> bool:
-    """Whether the conditions of the `REPAIRS` can be asked of ``value``."""
-    if name == "hierarchical_context_parallel_sizes":
-        return isinstance(value, list) and all(isinstance(level, int) for level in value)
-    return isinstance(value, str if name == "order" else int)

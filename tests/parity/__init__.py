@@ -4,15 +4,17 @@ Draw a random configuration of ``initialize_model_parallel``, run stock and the 
 torch's ``fake`` backend as some of its ranks, write down everything that either shows, compare.
 
 >>> report = run(candidate, "0.19.2", n=2000, seed=1, max_world=1024)
->>> assert not report.differences, report
+>>> assert not report.differences, report.examples
 
 ``scripts/parity`` does this from the command line, each release in a process of its own.
 
 ``running`` has this loop: ``configurations`` draws, ``breaking`` makes one that stock refuses,
 ``recording`` stands in the place of torch's group calls, ``snapshots`` asks for everything that
 ``surface`` and ``helpers`` list, and ``comparing`` compares. ``repairs`` and ``mutants`` are copies
-of stock in which one place is put right or broken. ``grids`` compares ``HyperCommGrid``,
-``patching`` modules that outside code writes to, ``shadowing`` a shadow run.
+of stock in which one place is put right or broken. ``watching`` runs a program and asks everything
+after each of its steps: ``patching`` has programs that write and replace what is the module's,
+``tests.clients`` those of other projects. ``grids`` compares ``HyperCommGrid``, ``shadowing`` a
+shadow run. The text files are tables of arguments, calls and values, in Python.
 
 What may differ, and nothing else:
 

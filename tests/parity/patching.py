@@ -6,12 +6,9 @@ helper replaced. Whatever stock answers then, the candidate has to answer.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
-import tempfile
-import time
-import warnings
+import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -19,22 +16,16 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from tests.parity.comparing import same_refusal
 from tests.parity.configurations import random_config
 from tests.parity.helpers import all_gather_groups
-from tests.parity.recording import Recorder, _Options, observed, options_content
-from tests.parity.repairs import repaired_stocks
-from tests.parity.running import Report, fresh
-from tests.parity.snapshots import initialisation
-from tests.parity.surface import (
-    Config,
-    getter_calls,
-    parameters,
-    private_globals,
-)
+from tests.parity.recording import _Options, options_content
+from tests.parity.running import View, place, run
+from tests.parity.surface import Config, called, getter_calls, parameters, private_globals
+from tests.parity.watching import Behaviour, Client, Step, watch
+from tests.support import table
 from tests.support.stock import load_stock
 
-Answers = dict[str, Any]
+WRITES = table("parity/writes.txt")
 OPTIONS = "get_nccl_options"
 CREATORS = (
     *("create_group", "create_hierarchical_groups", "create_hierarchical_parallel_groups"),
@@ -45,8 +36,6 @@ HELPERS = (
     *("default_embedding_ranks", "default_position_embedding_ranks", "overwrite_nccl_comm_cfgs"),
     "_set_global_memory_buffer",
 )
-# What stock raises when it stumbles over a value, and not to refuse it.
-ACCIDENTS = {"AttributeError", "IndexError", "KeyError", "UnboundLocalError"}
 
 
 class Stub:
@@ -59,137 +48,100 @@ class Stub:
         return 5
 
 
-def getters(release: str) -> list[str]:
-    """The public functions that only answer."""
-    return list(dict.fromkeys(call[1] for call in getter_calls(release)))
+def written(name: str, group: Any) -> tuple[Any, ...]:
+    """What outside code may put into a private global, or answer in place of a getter."""
+    for pattern, values in WRITES:
+        if re.fullmatch(pattern, name):
+            return eval(values, {"group": group, "Stub": Stub})  # type: ignore[no-any-return]
+    raise LookupError(name)
 
 
-def written(name: str, sentinel: Any) -> list[Any]:
-    """What outside code may put into the private global `name`."""
-    if name.endswith("_GROUPS"):
-        many = {2: sentinel, 4: sentinel} if "_DP_CP_" in name else [sentinel, sentinel]
-        return [many, type(many)(), None]
-    if "_GROUP" in name and name.endswith(("GROUP", "GLOO", "CP", "AG", "REMAT", "EGTP")):
-        return [sentinel, Stub(), None]
-    if name.endswith(("_GLOBAL_RANKS", "_GLOBAL_RANKS_WITH_CP", "_PARALLEL_RANKS")):
-        return [[5, 3, 1], [0], None]
-    if name == "_global_process_group_list":
-        return [[None, sentinel], None]
-    if name.endswith(("_RANK", "_WORLD_SIZE", "_START")):
-        return [1, 0, None]
-    return [{"by": "a client"}, None]
+def programs(release: str) -> dict[str, Behaviour]:
+    """All that outside code may do to the module of a release, by name."""
+    helpers = [name for name in HELPERS if hasattr(load_stock(release), name)]
+    chosen = [*((name,) for name in helpers), ("create_group", OPTIONS), tuple(helpers)]
+    named: dict[str, Behaviour] = {"all written": everything_written, "new_group": torch_heard}
+    for names in chosen:
+        for replace in (listening, changing):
+            program = functools.partial(helpers_replaced, replace, names)
+            named[f"{replace.__name__} {', '.join(names)}"] = program
+    return named
 
 
-def answered(name: str, sentinel: Any) -> list[Any]:
-    """What a client's own version of the getter `name` may answer."""
-    if name.startswith(("is_", "has_")) or name.endswith("_initialized"):
-        return [True, False]
-    if name.endswith(("_group", "_gloo")) or "parallel_groups" in name:
-        return [sentinel, Stub(), None]
-    return [[5, 3, 1]] if name.endswith("_ranks") else [1, 0]
+def helpers_replaced(
+    replace: Callable[..., Any], names: tuple[str, ...], client: Client
+) -> Iterator[Step]:
+    """Initialise while the helpers `names` are replaced; with what they are called."""
+    heard: list[tuple[str, Any]] = []
+    replacements = {}
+    for name in names:
+        original = getattr(client.module, name)
+        replacements[name] = replace(client.module, name, original, heard)
+    with mock.patch.multiple(client.module, **replacements):
+        yield from _initialised(client, heard, names == (OPTIONS,))
 
 
-class Session:
-    """A module during initialisations as one rank; asked again after each change."""
+def torch_heard(client: Client) -> Iterator[Step]:
+    """Initialise while torch's own ``new_group`` is replaced in ``torch.distributed`` alone."""
+    heard: list[tuple[str, Any]] = []
+    listener = listening(client.module, "create_group", dist.new_group, heard)
+    with mock.patch.object(dist, "new_group", listener):
+        yield from _initialised(client, heard)
 
-    def __init__(
-        self, fresh: Callable[[], ModuleType], config: Config, rank: int, release: str
-    ) -> None:
-        self.fresh, self.config, self.rank, self.release = fresh, config, rank, release
-        self.answers: dict[str, Answers] = {}
 
-    def run(self) -> dict[str, Answers]:
-        """All answers by what was changed before they were given."""
-        helper_names = [name for name in HELPERS if hasattr(load_stock(self.release), name)]
-        sets = [(name,) for name in helper_names] + [("create_group", OPTIONS), tuple(helper_names)]
-        for names in sets:
-            for replace in (listening, changing):
-                with self.observed():
-                    heard = self.replace_helpers(replace, names)
-                    self.initialise(f"{replace.__name__} {', '.join(names)}", heard)
-        with self.observed():
+def _initialised(
+    client: Client, heard: list[tuple[str, Any]], are_options_alone: bool = False
+) -> Iterator[Step]:
+    client.initialise()
+    yield "initialised", None
+    shown: dict[str, Any] = {}
+    if not any("gtp_remat" in name for name in client.sizes):  # see `repairs`
+        assert client.recorder is not None
+        shown |= all_gather_groups(client.recorder)
+    if are_options_alone:  # ours asks for those of the groups that the rank is in
+        heard = [call for call in heard if call[1].split("'")[1] not in ("embd", "pos_embd")]
+    is_ordered = any(name in CREATORS for name, _ in heard)
+    for name in dict.fromkeys(name for name, _ in heard):
+        calls = [call for helper, call in heard if helper == name]
+        is_exact = is_ordered and name in (*CREATORS, OPTIONS)
+        shown[f"{name} is called with"] = calls if is_exact else sorted(set(calls))
+    if is_ordered:
+        shown["order"] = [name for name, _ in heard if name in (*CREATORS, OPTIONS)]
+    yield "all-gather groups created", shown
+
+
+def everything_written(client: Client) -> Iterator[Step]:
+    """Write each global and replace each getter in turn, before and after an initialisation."""
+    recorder = client.recorder
+    assert recorder is not None
+    sentinel = dist.new_group([recorder.rank])
+    recorder.names[id(sentinel)] = "what was written"
+    yield from _changes(client, "before", sentinel)
+    client.initialise()
+    yield "initialised", None  # names the groups, by the getters that show them
+    yield from _changes(client, "initialised", sentinel)
+
+
+def _changes(client: Client, when: str, sentinel: Any) -> Iterator[Step]:
+    names = private_globals(client.release)
+    for name in names:
+        for value in written(name, sentinel):
+            with mock.patch.object(client.module, name, value):
+                yield f"{when}, {name} = {brief(value)}", None
+    for i in range(3):
+        values = {name: written(name, sentinel)[i:] for name in names}
+        writes = {name: value[0] for name, value in values.items() if value}
+        with mock.patch.multiple(client.module, **writes):
+            yield f"{when}, all globals written, {i}", None
+    heard: list[Any] = []
+    for name in dict.fromkeys(map(called, getter_calls(client.release))):
+        for value in written(name, sentinel):
+            calls = {"calls of the getter before": sorted(set(map(repr, heard)))}
             heard = []
-            listener = listening(self.module, "create_group", self.recorder.new_group, heard)
-            with mock.patch.object(dist, "new_group", listener):
-                self.initialise("new_group is listened to", heard)
-        with self.observed():
-            self.sentinel = self.recorder._new_group([self.rank], backend="fake")
-            self.recorder.names[id(self.sentinel)] = "what was written"
-            self.changes("before")
-            self.call_initialise()
-            self.ask("initialised")  # names the groups, by the getters that show them
-            self.changes("initialised")
-            self.module.destroy_model_parallel()
-        return self.answers
-
-    @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
-        self.module = self.fresh()
-        originals = dict(vars(self.module))
-        self.recorder = Recorder(self.module, self.config, self.rank, self.release)
-        with warnings.catch_warnings(), observed(self.recorder):
-            warnings.simplefilter("ignore")
-            yield
-            for name in HELPERS:
-                if name in originals:
-                    setattr(self.module, name, originals[name])
-
-    def replace_helpers(
-        self, replace: Callable[..., Any], names: tuple[str, ...]
-    ) -> list[tuple[str, Any]]:
-        heard: list[tuple[str, Any]] = []
-        for name in names:
-            original = getattr(self.module, name)
-            setattr(self.module, name, replace(self.module, name, original, heard))
-        return heard
-
-    def call_initialise(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            _, name, args, kwargs = initialisation(self.config, self.release, folder)
-            getattr(self.module, name)(*args, **kwargs)
-
-    def initialise(self, step: str, heard: list[tuple[str, Any]]) -> None:
-        self.call_initialise()
-        self.ask(step)
-        shown = self.answers[step]
-        if not any("gtp_remat" in name for name in self.config["kwargs"]):  # see `repairs`
-            shown |= {f"more, {label}": a for label, a in all_gather_groups(self.recorder).items()}
-        ordered = any(name in CREATORS for name, _ in heard)
-        for name in dict.fromkeys(name for name, _ in heard):
-            calls = [call for called, call in heard if called == name]
-            exact = ordered and name in (*CREATORS, OPTIONS)
-            shown[f"{name} is called with"] = calls if exact else sorted(set(calls))
-        if ordered:
-            shown["in the order"] = [name for name, _ in heard if name in (*CREATORS, OPTIONS)]
-        shown["created"] = sorted(map(repr, self.recorder.created))
-        for name in private_globals(self.release):
-            value = getattr(self.module, name)
-            listed = name == "_global_process_group_list"
-            shown[name] = self.recorder.kinds(value) if listed else self.recorder.show(value, name)
-        self.module.destroy_model_parallel()
-
-    def ask(self, step: str) -> None:
-        self.answers[step] = self.recorder.ask(getter_calls(self.release))
-
-    def changes(self, step: str) -> None:
-        sentinel, module = self.sentinel, self.module
-        names = private_globals(self.release)
-        for name in names:
-            for value in written(name, sentinel):
-                with changed(module, {name: value}):
-                    self.ask(f"{step}, {name} = {brief(value)}")
-        for i in range(3):
-            values = {name: written(name, sentinel)[i:] for name in names}
-            with changed(module, {name: value[0] for name, value in values.items() if value}):
-                self.ask(f"{step}, all globals written, {i}")
-        for name in getters(self.release):
-            for value in answered(name, sentinel):
-                heard: list[Any] = []
-                with changed(module, {name: answering(value, heard, self.release, name)}):
-                    self.ask(f"{step}, {name} replaced, answers {brief(value)}")
-                calls = sorted(set(map(repr, heard)))
-                self.answers[f"{step}, {name} replaced"] = {"is called with": calls}
-        self.ask(f"{step}, all undone")
+            replacement = answering(value, heard, client.release, name)
+            with mock.patch.object(client.module, name, replacement):
+                yield f"{when}, {name} replaced, answers {brief(value)}", calls
+    yield f"{when}, all undone", {"calls of the getter before": sorted(set(map(repr, heard)))}
 
 
 def listening(
@@ -260,19 +212,6 @@ def plain(args: Any, kwargs: dict[str, Any]) -> str:
     return f"{shown(args)} {shown(kwargs)}"
 
 
-@contextlib.contextmanager
-def changed(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
-    """Inside, attributes of `module` have other values; as a client writes and puts them back."""
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
 def answering(value: Any, heard: list[Any], release: str, name: str) -> Callable[..., Any]:
     """A function that answers `value` and keeps what it is given, by the release's own names."""
     names = list(parameters(release, name))
@@ -292,81 +231,32 @@ def brief(value: Any) -> str:
     return f"<{type(value).__name__}>" if isinstance(value, Stub | dict | list) else repr(value)
 
 
-def agree(stock: Any, candidate: Any) -> bool:
-    """Whether the candidate may answer so, where stock answers as it does."""
-    if not (isinstance(stock, dict) and "raises" in stock):
-        return bool(stock == candidate)
-    kind = stock["raises"][0]
-    if kind == "TypeError":
-        return True
-    refused = isinstance(candidate, dict) and "raises" in candidate
-    return refused and (kind in ACCIDENTS or same_refusal(stock, candidate))
+def programs_on_one_rank(rng: random.Random, release: str, max_world: int) -> Iterator[View]:
+    """What each program shows on a rank of a configuration that stock accepts."""
+    config = sound_config(rng, release, max_world)
+    # A rank outside the window takes no part on ours.
+    first = config["kwargs"].get("rank_offset", 0)
+    window = range(first, first + config["kwargs"].get("local_world_size", config["world_size"]))
+    rank = rng.choice([rank for rank in config["ranks"] if rank in window])
+    for name, program in programs(release).items():
+        show = functools.partial(watch, program, config=config, rank=rank, release=release)
+        yield View(f"{place(config, rank)}, {name}", show, is_written_to=True)
 
 
-def sound_config(release: str, seed: int, number: int, max_world: int) -> Config:
-    """A random configuration that stock accepts, and that none of the `REPAIRS` is about."""
-    rng = random.Random(f"{seed}/{release}/{number}")
+def sound_config(rng: random.Random, release: str, max_world: int) -> Config:
+    """A random configuration that stock accepts."""
     while True:
         config = random_config(rng, release, max_world)
-        repaired = any(True for _ in repaired_stocks(release, config))
-        if config["kind"] != "sound" or config["world_size"] < 4 or repaired:
-            continue
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-            warnings.simplefilter("ignore")
-            module = load_stock(release)
-            with observed(Recorder(module, config, 0, release)), contextlib.suppress(Exception):
-                _, name, args, kwargs = initialisation(config, release, folder)
-                getattr(module, name)(*args, **kwargs)
+        if config["kind"] == "sound" and config["world_size"] >= 4:
+            shown = watch(only_initialised, load_stock(release), config, 0, release)
+            if shown["outcome"] == "ok":
                 return config
 
 
-def run_patched(
-    candidate: ModuleType | Callable[[], ModuleType],
-    release: str,
-    n: int,
-    seed: int,
-    max_world: int,
-    start: int = 0,
-) -> Report:
-    """Compare `candidate` with stock while either is written to, over `n` configurations.
-
-    Parameters as for `run`.
-    """
-    report = Report(release)
-    started = time.monotonic()
-    load = functools.partial(load_stock, release)
-    for number in range(start, start + n):
-        config = sound_config(release, seed, number, max_world)
-        # A rank outside the window takes no part on ours.
-        first = config["kwargs"].get("rank_offset", 0)
-        window_size = config["kwargs"].get("local_world_size", config["world_size"])
-        ranks = [rank for rank in config["ranks"] if rank in range(first, first + window_size)]
-        rank = random.Random(number).choice(ranks)
-        stock = Session(load, config, rank, release).run()
-        patched = Session(fresh(candidate), config, rank, release).run()
-        where = f"#{number} rank {rank} of {config['world_size']} {config['kwargs']}: "
-        lines = []
-        for step, answers in stock.items():
-            for label, answer in answers.items():
-                report.answers += 1
-                candidate_answer = patched[step].get(label, "<no answer>")
-                if agree(answer, candidate_answer):
-                    continue
-                is_of_options = label == f"{OPTIONS} is called with" and step.endswith(
-                    f"ing {OPTIONS}"
-                )
-                if is_of_options and lacks_embeddings_alone(answer, candidate_answer):
-                    continue
-                text = f"stock {answer}, candidate {candidate_answer}"
-                lines.append(f"{where}{step}: {label}: {text}")
-        report.add(where, lines)
-        report.configurations += 1
-        report.ranks += 1
-    report.seconds = time.monotonic() - started
-    return report
+def only_initialised(client: Client) -> Iterator[Step]:
+    """Initialise."""
+    client.initialise()
+    yield "initialised", None
 
 
-def lacks_embeddings_alone(calls: list[str], candidate_calls: list[str]) -> bool:
-    """Whether options are asked for fewer groups, since a rank asks for those that it is in."""
-    missing = {call.split("'")[1] for call in set(calls) - set(candidate_calls)}
-    return set(candidate_calls) <= set(calls) and missing <= {"embd", "pos_embd"}
+run_patched = functools.partial(run, views=programs_on_one_rank)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,14 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.parity.surface import Call, Config, public_functions
+from tests.parity.surface import (
+    Call,
+    Config,
+    called,
+    getter_calls,
+    private_globals,
+    public_functions,
+)
 
 UNREACHABLE = {"HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L1"}
 
@@ -122,9 +130,14 @@ class Recorder:
 
     @staticmethod
     def kinds(groups: Sequence[Any]) -> list[str]:
-        """Description and ranks of each group; None stands for the default group."""
-        kinds = [g and (g.group_desc, tuple(dist.get_process_group_ranks(g))) for g in groups]
-        return sorted(repr(kind) for kind in kinds if not kind or kind[0] not in UNREACHABLE)
+        """Description and ranks of each live group; None stands for the default group."""
+        kinds = []
+        for group in groups:
+            if not group:
+                kinds.append(repr(group))
+            elif group in c10d._world.pg_map and group.group_desc not in UNREACHABLE:
+                kinds.append(repr((group.group_desc, tuple(dist.get_process_group_ranks(group)))))
+        return sorted(kinds)
 
     def show(self, value: Any, label: str) -> Any:
         """`value` as plain data that can be compared and printed."""
@@ -160,19 +173,39 @@ class Recorder:
         requested = self._requested.get(id(group), ("not made through new_group",))
         return [group.group_desc, ranks, *requested, group.rank(), group.size()]
 
-    def call(self, call: Call, target: Any = None) -> Any:
-        """What `call` answers, or the classes of what it raises."""
-        label, name, args, kwargs = call
+    def call(self, text: Call, **names: Any) -> Any:
+        """What a call answers, or the classes of what it raises."""
         try:
-            value = getattr(self.module if target is None else target, name)(*args, **kwargs)
+            value = eval(_compiled(text), vars(self.module), names)
         except Exception as error:
             return raised(error)
-        return self.show(value, label)
+        return self.show(value, text)
 
-    def ask(self, calls: Sequence[Call]) -> dict[str, Any]:
-        """The answers to `calls` by their text; a function that stock lacks is not asked."""
-        stock_functions = {*public_functions(self.release), "RankGenerator"}
-        return {call[0]: self.call(call) for call in calls if call[1] in stock_functions}
+    def ask(self, calls: Iterable[Call], **names: Any) -> dict[str, Any]:
+        """The answers to `calls` by their text; a function that stock lacks is not asked.
+
+        The calls use functions of the module, and `names`.
+        """
+        functions = set(public_functions(self.release))
+        return {text: self.call(text, **names) for text in calls if called(text) in functions}
+
+    def ask_all(self) -> dict[str, Any]:
+        """The answers of all getters, and all private globals."""
+        shown = self.ask(getter_calls(self.release))
+        for name in private_globals(self.release):
+            try:
+                value = getattr(self.module, name)
+            except AttributeError as error:
+                shown[name] = raised(error)
+                continue
+            is_listed = name == "_global_process_group_list" and value is not None
+            shown[name] = self.kinds(value) if is_listed else self.show(value, name)
+        return shown
+
+
+@functools.cache
+def _compiled(text: Call) -> CodeType:
+    return compile(text, "<call>", "eval")
 
 
 def raised(error: BaseException) -> dict[str, Any]:

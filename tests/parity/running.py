@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 
 from tests.parity.breaking import is_nonsense
-from tests.parity.comparing import compare
+from tests.parity.comparing import Snapshot, compare
 from tests.parity.configurations import random_config
 from tests.parity.repairs import repaired_stocks
-from tests.parity.snapshots import Snapshot, snapshot
+from tests.parity.snapshots import snapshot
 from tests.parity.surface import Config, compare_surface
 from tests.support.stock import load_stock
 
@@ -23,10 +23,10 @@ from tests.support.stock import load_stock
 class Report:
     """What a run found.
 
-    `answers` counts single values that were compared; `refused` counts configurations that stock
-    refused on at least one rank; `refusals` counts them by exception and kind of configuration;
-    `differences` counts differences by what differs, and `examples` keeps the first few of each;
-    `repaired` counts ranks on which the candidate agrees with a repaired stock instead.
+    `ranks` counts ranks, each once for each of its views; `answers` counts single values of them;
+    `refused` counts configurations that stock refused on at least one rank; `differences` counts
+    differences by what differs, and `examples` keeps the first few of each; `repaired` counts views
+    in which the candidate agrees with a repaired stock instead.
     """
 
     release: str
@@ -35,10 +35,8 @@ class Report:
     ranks: int = 0
     answers: int = 0
     repaired: int = 0
-    seconds: float = 0.0
     differences: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
-    refusals: Counter[str] = field(default_factory=Counter)
 
     def add(self, where: str, lines: list[str]) -> None:
         """Count differences, each a line that begins with `where`, and keep a few as examples."""
@@ -49,11 +47,15 @@ class Report:
             if self.differences[difference] <= 2:
                 self.examples.append(line)
 
-    def __str__(self) -> str:
-        counts = f"{self.configurations} configurations, {self.refused} refused"
-        lines = [f"{self.release}: {counts}, {self.ranks} ranks, {self.answers} answers"]
-        lines += [f"{self.differences.total()} differences", *self.examples[:20]]
-        return "\n".join(lines)
+
+@dataclass(frozen=True)
+class View:
+    """One way to look at a configuration: what `show` gives of a module."""
+
+    where: str
+    show: Callable[[ModuleType], Snapshot]
+    nonsense: bool = False
+    is_written_to: bool = False
 
 
 def run(
@@ -64,73 +66,63 @@ def run(
     max_world: int,
     first: int = 0,
     stop_after: int = 20_000,
+    views: Callable[[random.Random, str, int], Iterator[View]] | None = None,
 ) -> Report:
     """Compare `candidate` with stock over `n` random configurations.
 
     Parameters
     ----------
     candidate : module, or callable
-        the module, used again and again; a callable gives a fresh one for each rank.
+        the module, used again and again; a callable gives a fresh one for each view.
     max_world : int
         the largest world; most worlds are far smaller.
     first : int
         number of the first configuration, to repeat one from a report.
     stop_after : int
         differences after which the run ends.
+    views : callable
+        draws a configuration, and gives what is compared of it; by default `ranks_of_one`.
     """
     report = Report(release)
-    started = time.monotonic()
-    load_candidate = fresh(candidate)
+    load_candidate = (lambda: candidate) if isinstance(candidate, ModuleType) else candidate
     report.add("", compare_surface(load_candidate(), release))
     for number in range(first, first + n):
         if report.differences.total() >= stop_after:
             break
-        config = random_config(random.Random(f"{seed}/{release}/{number}"), release, max_world)
-        refusal = None
-        for rank in config["ranks"]:
-            stock = snapshot(load_stock(release), config, rank, release)
-            _compare_rank(report, number, config, rank, stock, load_candidate)
-            report.ranks += 1
-            report.answers += 1 + sum(map(len, stock["answers"].values()))
-            report.answers += len(stock["groups"]) + len(stock["created"])
-            if stock["outcome"] != "ok":
-                refusal = refusal or f"{stock['outcome']['raises'][0]}: {config['kind']}"
-        if refusal:
-            report.refused += 1
-            report.refusals[refusal] += 1
+        rng = random.Random(f"{seed}/{release}/{number}")
+        is_refused = False
+        for view in (views or ranks_of_one)(rng, release, max_world):
+            stock = view.show(load_stock(release))
+            _compare(report, f"#{number} {view.where}: ", view, stock, view.show(load_candidate()))
+            is_refused |= stock["outcome"] != "ok"
         report.configurations += 1
-    report.seconds = time.monotonic() - started
+        report.refused += is_refused
     return report
 
 
-def fresh(candidate: ModuleType | Callable[[], ModuleType]) -> Callable[[], ModuleType]:
-    """What gives the candidate for one more rank: a module again and again."""
-    if isinstance(candidate, ModuleType):
-        return lambda: candidate
-    return candidate
+def ranks_of_one(rng: random.Random, release: str, max_world: int) -> Iterator[View]:
+    """What each chosen rank of a configuration shows, from before to after its initialisation."""
+    config = random_config(rng, release, max_world)
+    for rank in config["ranks"]:
+        show = functools.partial(snapshot, config=config, rank=rank, release=release)
+        yield View(place(config, rank), show, is_nonsense(config))
 
 
-def _compare_rank(
-    report: Report,
-    number: int,
-    config: Config,
-    rank: int,
-    stock: Snapshot,
-    load_candidate: Callable[[], ModuleType],
-) -> None:
-    """Report how the candidate differs from stock as one rank, and from all repaired ones."""
-    where = (
-        f"#{number} ({config['kind']}) rank {rank} of {config['world_size']} "
-        f"{config['kwargs']} {config['environment'] or ''}: "
-    )
-    nonsense = is_nonsense(config)
-    candidate = snapshot(load_candidate(), config, rank, report.release)
-    differences = compare(stock, candidate, where, nonsense)
-    if not differences:
-        return
-    for repaired in repaired_stocks(report.release, config):
-        repaired_stock = snapshot(repaired, config, rank, report.release)
-        if not compare(repaired_stock, candidate, where, nonsense):
+def place(config: Config, rank: int) -> str:
+    """A configuration and a rank in words."""
+    where = f"({config['kind']}) rank {rank} of {config['world_size']} {config['kwargs']}"
+    return f"{where} {config['environment'] or ''}"
+
+
+def _compare(report: Report, where: str, view: View, stock: Snapshot, candidate: Snapshot) -> None:
+    """Report how the candidate differs from stock, and from all repaired ones."""
+    report.ranks += 1
+    report.answers += 1 + sum(map(len, stock["answers"].values()))
+    report.answers += len(stock["groups"]) + len(stock["created"])
+    differences = compare(stock, candidate, where, view.nonsense, view.is_written_to)
+    for repaired in repaired_stocks(report.release) if differences else ():
+        repaired_stock = view.show(repaired)
+        if not compare(repaired_stock, candidate, where, view.nonsense, view.is_written_to):
             report.repaired += 1
             return
     report.add(where, differences)

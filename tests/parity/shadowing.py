@@ -14,10 +14,9 @@ from types import ModuleType
 
 from compat.swap import answers, shadow
 from tests.parity.breaking import is_nonsense
-from tests.parity.configurations import random_config
+from tests.parity.configurations import initialisation, random_config
 from tests.parity.recording import Recorder, observed
 from tests.parity.repairs import repaired_stocks
-from tests.parity.snapshots import initialisation
 from tests.parity.surface import Config
 from tests.support.stock import load_stock
 
@@ -32,7 +31,7 @@ def shadowed(stock: ModuleType, config: Config, rank: int, release: str) -> list
     with observed(Recorder(stock, config, rank, release)), tempfile.TemporaryDirectory() as folder:
         answers.report = report
         shadow.watch(stock)
-        _, _, args, kwargs = initialisation(config, release, folder)
+        args, kwargs = initialisation(config, release, folder)
         with suppress(Exception):
             stock.initialize_model_parallel(*args, **kwargs)
     return reported
@@ -47,7 +46,7 @@ def differences(release: str, n: int, seed: str) -> Iterator[str]:
         for rank in config["ranks"]:
             reported = shadowed(load_stock(release), config, rank, release)
             # What only a bug of stock explains is no difference: then a repaired one has none.
-            for repaired in repaired_stocks(release, config) if reported else ():
+            for repaired in repaired_stocks(release) if reported else ():
                 reported = reported and shadowed(repaired, config, rank, release)
             if reported:
                 where = f"#{number} rank {rank} of {config['world_size']} {config['kwargs']}"

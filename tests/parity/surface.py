@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.stock import load_stock, source
 
 Config = dict[str, Any]
-Call = tuple[str, str, tuple[Any, ...], dict[str, Any]]
+Call = str  # in Python, such as "get_tensor_model_parallel_rank()"
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 COMMUNICATORS = [
@@ -61,27 +61,26 @@ def private_globals(release: str) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name.startswith("_")))
 
 
-def named(label: str, name: str, *args: Any, **kwargs: Any) -> Call:
-    """A call to try, under a name of its own."""
-    return label, name, args, kwargs
-
-
 def call(name: str, *args: Any, **kwargs: Any) -> Call:
-    """A call to try, named by its text."""
+    """A call to try, as text."""
     shown = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
-    return named(f"{name}({', '.join(shown)})", name, *args, **kwargs)
+    return f"{name}({', '.join(shown)})"
+
+
+def called(text: Call) -> str:
+    """The name of the function that is called."""
+    return text.partition("(")[0]
 
 
 @functools.cache
 def getter_calls(release: str) -> tuple[Call, ...]:
     """Every getter and predicate with every sensible set of arguments, by position and keyword."""
-    calls: dict[str, Call] = {}  # by their text, each once
+    calls: list[Call] = []
     for name in public_functions(release):
         is_getter = name.startswith(("get_", "is_", "has_")) or name.endswith("_is_initialized")
         if is_getter and name != "get_nccl_options":
-            for getter_call in _calls_of(name, list(parameters(release, name))):
-                calls[getter_call[0]] = getter_call
-    return tuple(calls.values())
+            calls += _calls_of(name, list(parameters(release, name)))
+    return tuple(dict.fromkeys(calls))
 
 
 def _calls_of(name: str, names: list[str]) -> Iterator[Call]:
@@ -106,17 +105,15 @@ def _calls_of(name: str, names: list[str]) -> Iterator[Call]:
 @functools.cache
 def plain_calls(release: str) -> tuple[Call, ...]:
     """The getters and predicates that give numbers, ranks and strings, without arguments."""
-    plain_name = re.compile(r"_(rank|ranks|size|initialized)$|^(is|has)_")
-    return tuple(
-        c for c in getter_calls(release) if c[0] == f"{c[1]}()" and plain_name.search(c[1])
-    )
+    plain = re.compile(r"\w+_(rank|ranks|size|initialized)\(\)|(is|has)_\w+\(\)")
+    return tuple(text for text in getter_calls(release) if plain.fullmatch(text))
 
 
 @functools.cache
 def stage_calls(release: str) -> tuple[Call, ...]:
     """The questions that virtual pipeline stages answer differently, with every argument."""
     staged = ("is_pipeline_first_stage", "is_pipeline_last_stage", "is_rank_in_embedding_group")
-    return tuple(c for c in getter_calls(release) if c[1] in staged)
+    return tuple(text for text in getter_calls(release) if called(text) in staged)
 
 
 def compare_surface(candidate: ModuleType, release: str) -> list[str]:

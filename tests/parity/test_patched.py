@@ -1,16 +1,13 @@
 """Outside code writes private globals and replaces functions: as on stock, for every release."""
 
-import datetime
 import functools
 
 import pytest
 
 from tests.parity.patching import run_patched
 from tests.parity.repairs import replaced
-from tests.support import warm
+from tests.parity.test_parity import compare
 from tests.support.stock import EACH_RELEASE, MAIN, have_stock, load_stock
-
-TODAY = int(f"{datetime.date.today():%Y%m%d}")
 
 
 @pytest.mark.parametrize("release", EACH_RELEASE)
@@ -18,10 +15,7 @@ def test_whatever_is_written_or_replaced_getters_answer_as_stock(release):
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")
     n = 2 if release in MAIN else 1
-    command = ["scripts/parity", "--patched", "--release", release, "-n", str(n)]
-    command += ["--seed", str(TODAY), "--max-world", "16"]
-    done = warm.run(*command, timeout=600, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    compare(release, "--patched", n=n, world=16)
 
 
 # What a module gets wrong that does not ask itself: stock, edited so.
