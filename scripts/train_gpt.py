@@ -124,6 +124,8 @@ def initialize(args: argparse.Namespace) -> tuple[Parallel, dict[str, Any]]:
     sizes = {name: getattr(args, name) for name in SIZES}
     sizes |= {"num_distributed_optimizer_instances": args.num_distributed_optimizer_instances}
     groups_before = len(dist.distributed_c10d._world.pg_map)
+    # Ranks import at different speeds: no creation of a group waits for a rank that is still at it.
+    dist.barrier()
     from compat import members_only  # on stock as well: it only marks what counts the calls
 
     calls = 0
