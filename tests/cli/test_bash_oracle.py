@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.support import bash_scripts
-from tests.support.bash_scripts import CONSTRUCTS, bash, outcome, scripts, started_by_reader
+from tests.support.bash_scripts import (
+    CONSTRUCTS,
+    bash,
+    launches_of_reader,
+    nested_scripts,
+    outcome,
+    scripts,
+    started_by_reader,
+)
 
 FORMS = Path(bash_scripts.__file__).with_name("bash_forms.txt")  # scripts between lines of ===
 SEED = int(os.environ.get("SEED", 43))
@@ -28,6 +36,21 @@ def test_500_scripts_start_what_bash_starts_or_are_refused():
     assert min(times[construct] for construct in CONSTRUCTS) >= 30
     # The constructs are those of bash, most of which no launch script has.
     assert outcomes["refused"] <= 0.62 * (outcomes["refused"] + outcomes["right"]), outcomes
+
+
+def test_each_launch_of_300_nested_scripts_is_one_that_the_reader_has():
+    """As far as the reader says that it knows a word."""
+    read = 0
+    with bash() as start:
+        for script in nested_scripts(300, seed=SEED):
+            launches = launches_of_reader(script)
+            if launches is None:
+                continue
+            for words in start(script):
+                call = "".join(f"\0{word}" for word in words)
+                assert any(launch.fullmatch(call) for launch in launches), f"{script}{words}"
+            read += 1
+    assert read >= 250, read
 
 
 def test_ways_of_writing_are_read_as_bash_reads_them_or_refused():

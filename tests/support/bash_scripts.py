@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,6 +79,104 @@ def scripts(count: int, seed: int) -> list[tuple[str, set[str], bool]]:
     return made
 
 
+# A statement of nested ones: BODY, in a loop LOOP, in a shell of its own SHELL. COND is a
+# condition, NAME a variable, DIGIT a number, DEPTH another one in each loop around others.
+NESTING = """
+if COND; then BODY; fi
+if COND; then BODY; elif COND; then BODY; else BODY; fi
+for NAME in 1 $NAME; do LOOP; done
+for NAME in $UNKNOWN; do LOOP; done
+for ((iDEPTH = 0; iDEPTH < 2; iDEPTH++)); do LOOP; done
+nDEPTH=0; while [ $nDEPTH -lt 2 ]; do nDEPTH=$((nDEPTH + 1)); LOOP; done
+until [ -d / ]; do LOOP; done
+case $NAME in 2) BODY ;; 3 | 4) BODY ;; *) BODY ;; esac
+case $NAME in [12]) BODY ;; 3) BODY ;; esac
+( SHELL )
+{ SHELL; } | cat
+{ BODY; } > /dev/null
+{ BODY; } > /nonexistent/x
+COND && { BODY; }
+COND || { BODY; }
+""".strip().split("\n")
+CONDITIONS = """
+[ -f /nonexistent ]
+[ -d / ]
+true
+! true
+[ $NAME = 2 ]
+[ "$NAME" -gt 3 ]
+[[ $NAME == 2 ]]
+[[ -n $NAME && $NAME == 2 ]]
+[[ $NAME == 3 || ! $NAME == 2 ]]
+((NAME > 3))
+grep -q x /dev/null
+""".strip().split("\n")
+STEPS = """
+NAME=DIGIT
+NAME=$NAME
+NAME=
+NAME+=DIGIT
+NAME=$((NAME + 1))
+NAME=$1
+NAME=(1 $NAME)
+NAME=${NAME:-DIGIT}
+: ${NAME:=DIGIT}
+export NAME=DIGIT
+read NAME <<< DIGIT
+((NAME++))
+unset NAME
+eval "NAME=\\$NAME"
+set -- DIGIT $NAME
+shift
+NAME=DIGIT > /nonexistent/x
+NAME=DIGIT true
+A+=($NAME)
+exit
+torchrun $NAME "$NAME" "${A[@]}"
+""".strip().split("\n")
+
+
+def nested_scripts(count: int, seed: int) -> Iterator[str]:
+    """Scripts of statements in each other, of which some leave a function, a loop or the script."""
+    chance = random.Random(seed)
+
+    def statement(depth: int, leaving: Sequence[str]) -> str:
+        is_nested = depth and chance.random() < 0.6
+        template = chance.choice(NESTING if is_nested else [*STEPS, *leaving])
+
+        def filled(part: re.Match[str]) -> str:
+            match part[0]:
+                case "COND":
+                    return re.sub(
+                        "NAME", lambda _: chance.choice(NAMES[:3]), chance.choice(CONDITIONS)
+                    )
+                case "NAME":
+                    return chance.choice(NAMES[:3])
+                case "DIGIT":
+                    return str(chance.randint(1, 5))
+                case "DEPTH":
+                    return str(depth)
+                case "LOOP":
+                    return several(depth - 1, [*leaving, "break", "continue"])
+                case "SHELL":
+                    return several(depth - 1, ["exit"])
+            return several(depth - 1, leaving)
+
+        return re.sub("COND|NAME|DIGIT|DEPTH|LOOP|SHELL|BODY", filled, template)
+
+    def several(depth: int, leaving: Sequence[str]) -> str:
+        return "; ".join(statement(depth, leaving) for _ in range(chance.randint(1, 3)))
+
+    for _ in range(count):
+        lines = [
+            "TP=2 PP=4 CP= A=(1)",
+            f"f() {{ {several(2, ['local TP=3', 'return', 'return 1'])}; }}",
+        ]
+        for _ in range(4):
+            lines.append(chance.choice(["f 2 3", "f || PP=5", several(3, ["f 3"])]))
+        yield "\n".join([*lines, 'torchrun $TP "$PP" $CP "${A[@]}"']) + "\n"
+
+
 @contextmanager
 def bash() -> Iterator[Callable[[str], list[list[str]]]]:
     """Runs scripts in bash under ``env -i`` in an empty directory; gives the words it starts."""
@@ -117,6 +215,24 @@ def started_by_reader(script: str) -> list[list[str]] | None:
     if any(word.holes for words in launches for word in words):
         return None
     return [[word.text for word in words] for words in launches]
+
+
+def launches_of_reader(script: str) -> list[re.Pattern[str]] | None:
+    """The programs that the reader sees started, as patterns of their words, each behind a NUL.
+
+    A word that it does not know may be any words. None if it refuses the script.
+    """
+    try:
+        words_of_commands = [command.words for command in commands(script)[0]]
+    except ScriptError:
+        return None
+    launches = []
+    for words in words_of_commands:
+        patterns = [
+            r"(\x00[^\x00]*)*" if word.holes else rf"\x00{re.escape(word.text)}" for word in words
+        ]
+        launches.append(re.compile("".join(patterns), re.DOTALL))
+    return launches
 
 
 def outcome(expected: list[list[str]], words: list[list[str]] | None, is_decided: bool) -> str:
