@@ -33,14 +33,6 @@ def test_a_fault_in_any_function_leaves_the_process_as_before_and_a_retry_works(
     soaking.faults_in_every_function().check()
 
 
-def test_a_fault_of_one_rank_in_the_middle_is_told_to_all_and_all_can_try_again():
-    soaking.faults_on_one_rank([2, 13]).check()
-
-
-def test_each_thing_that_can_differ_on_one_rank_is_named_on_all():
-    soaking.disagreements(14).check()
-
-
 def test_lives_with_changing_sizes_leave_no_group_descriptor_thread_or_key():
     soaking.lives(8).check()
 
@@ -59,6 +51,64 @@ def happens_at_group(number, fault):
 
     with mock.patch.object(dist, "new_group", counted_new_group):
         yield
+
+
+@pytest.mark.parametrize("number", [2, 13])
+@on_ranks(4, timeout=60)
+def test_a_fault_of_one_rank_in_the_middle_is_told_to_all_and_all_can_try_again(rank, number):
+    fault = mock.Mock(side_effect=RuntimeError("injected: no more communicators"))
+    before = soaking.process_state()
+    with (
+        happens_at_group(number if rank == number % 4 else None, fault),
+        pytest.raises(CreationError, match="injected: no more communicators"),
+    ):
+        ps.initialize_model_parallel(2, 2, distributed_timeout_minutes=3 / 60)
+    assert not soaking.changes_since(before)
+    dist.barrier()
+    ps.initialize_model_parallel(2, 2)
+    assert total(ps.get_model_parallel_group()) == 4
+    ps.destroy_model_parallel()
+    assert not soaking.changes_since(before)
+
+
+# What one rank is asked for instead, by a word of the error that all other ranks raise.
+DIFFERENCES = [
+    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 4}),
+    ("pipeline_model_parallel_size", {"pipeline_model_parallel_size": 2}),
+    ("order", {"order": "dp-tp-cp-ep-pp"}),
+    ("share", {"share": "all"}),
+    ("connect", {"connect": "lazy"}),
+    ("distributed_timeout_minutes", {"distributed_timeout_minutes": 5}),
+    ("create_gloo_process_groups", {"create_gloo_process_groups": False}),
+    ("EMBEDDING_GROUP", {"get_embedding_ranks": lambda ranks: []}),
+    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 3}),
+    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 0}),
+    ("tensor_model_parallel_size", {"tensor_model_parallel_size": "2"}),
+    ("tp-tp-dp", {"order": "tp-tp-dp"}),
+    ("no/such/file", {"nccl_communicator_config_path": "no/such/file.yaml"}),
+    ("overlap", {"local_world_size": 4}),
+]
+
+
+@on_ranks(8, timeout=90)
+def test_each_thing_that_can_differ_on_one_rank_is_named_on_all(rank):
+    before = soaking.process_state()
+    for number, (word, difference) in enumerate(DIFFERENCES):
+        # A window that leaves its own rank out has nobody to agree with: keep the odd one inside.
+        odd_rank = number % 4
+        arguments = {"tensor_model_parallel_size": 2}
+        if rank == odd_rank:
+            arguments |= difference
+        start = time.monotonic()
+        with pytest.raises(Exception) as raised:
+            ps.initialize_model_parallel(**arguments)
+        assert time.monotonic() - start < 10
+        assert not soaking.changes_since(before)
+        texts = from_all(str(raised.value))
+        del texts[odd_rank]
+        assert len({*texts}) == 1 and word in texts[0], (difference, texts)
+    ps.initialize_model_parallel(2)
+    assert total(ps.get_data_parallel_group()) == 4
 
 
 @on_ranks(4, timeout=120)

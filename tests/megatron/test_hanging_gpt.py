@@ -14,7 +14,7 @@ import pytest
 
 from hypergrid.hangs.reading import read
 from hypergrid.hangs.verdict import diagnose
-from tests.support import ROOT, programs, replay, table
+from tests.support import ROOT, replay, simulation, table
 
 VERDICTS = {fault: row for fault, *row in table("megatron/hangs_of_gpt.txt")}
 
@@ -114,7 +114,7 @@ def test_the_simulator_stops_where_real_ranks_stopped_with_the_same_verdict(
     # Of a rank without a dump: where it goes on until others wait for it, or as it was before.
     without_fault = read(recordings["sleeping" if fault in replay.FAULTS else "size"])
     program = replay.program(real, without_fault, fault, rank)
-    programs.write(programs.Run(program, random.Random(0)), tmp_path)
+    simulation.write(simulation.Run(program, random.Random(0)), tmp_path)
     simulated = read(tmp_path)
     diagnosis = diagnose(simulated)
     verdict = (diagnosis.kind, diagnosis.ranks, diagnosis.certain)

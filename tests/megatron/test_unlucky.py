@@ -25,12 +25,36 @@ def test_a_failure_of_one_rank_is_told_by_all_when_the_host_of_the_store_leaves_
     soaking.hosts_that_leave(4).check()
 
 
-def test_of_two_threads_that_create_at_once_the_second_is_refused_on_all_ranks():
-    soaking.threads_at_once(4).check()
+@pytest.mark.parametrize("turned", [False, True])
+@on_ranks(2, timeout=60)
+def test_of_two_threads_that_create_at_once_the_second_is_refused_on_all_ranks(rank, turned):
+    """In one order on both ranks the first threads work; in opposite orders none, in time."""
+    text_of_size = {}
 
+    def create(size):
+        arguments = {"tensor_model_parallel_size": size, "distributed_timeout_minutes": 0.5}
+        try:
+            state = ParallelState.create(**arguments)
+            sum_of_ones = total(state.get_tensor_model_parallel_group())
+            text_of_size[size] = f"works with {sum_of_ones:.0f}"
+        except (AgreementError, CreationError) as error:
+            text_of_size[size] = str(error)
 
-def test_missing_ranks_of_many_are_named_by_all_others():
-    soaking.missing_ranks(1, world=32, seconds=4).check()
+    sizes = [2, 1] if turned and rank == 1 else [1, 2]
+    threads = [threading.Thread(target=create, args=(size,)) for size in sizes]
+    time.sleep(rank)
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - start < 20
+    assert "two threads of rank" in " ".join(text_of_size.values())
+    working = {size: text for size, text in text_of_size.items() if text.startswith("works")}
+    assert working == ({} if turned else {1: "works with 1"})
+    dist.barrier()
+    ParallelState.create(tensor_model_parallel_size=2).destroy()
 
 
 @on_ranks(8)

@@ -15,9 +15,11 @@ Oracles
 Hangs and failures
     hung            real ranks that hang, and what they leave
     hanging         the demo's GPT, hung in one way after the other
-    programs        random programs of many ranks, simulated; `laws` measures the verdicts on them
+    programs        random programs of many ranks, with a fault in one
+    simulation      runs such a program and writes its dumps; `degraded` writes some of them
+    laws            measures the verdicts on these dumps
     replay          a real hang's calls as such a program
-    recorded        flight recorder dumps in NCCL's form
+    recorded        the files that a rank leaves: flight recorder, stacks, groups
     soaking         promises about failures, tried as often as asked
     chaos           one random fault at a random Python call, and the laws for what follows
     restarting      a program that NVRx begins again after a failure

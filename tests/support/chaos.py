@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -18,13 +19,12 @@ import resource
 import signal
 import socket
 import stat
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,8 +38,8 @@ import hypergrid
 from compat import parallel_state as ours
 from compat.state import ParallelState
 from tests.support import OURS
-from tests.support.forked import served
-from tests.support.soaking import measured
+from tests.support.forked import fork_logged, served, statuses
+from tests.support.soaking import Injected, at_call, measured
 from tests.support.stock import load_stock
 
 TIMEOUT = 6.0  # seconds: that of the groups
@@ -101,23 +101,14 @@ class Case:
         )
 
 
-class Injected(BaseException):
-    """Goes through whatever handles an Exception."""
-
-
 @dataclass
-class Seen:
+class RankOutcome:
     """What one rank wrote, and how its process ended."""
 
     steps: dict[str, Any] = field(default_factory=dict)
     status: int = 0  # as of os.waitpid
     finished: bool = False  # else the parent had to end it
     printed: str = ""
-
-    @property
-    def ended_by_itself(self) -> bool:
-        """Whether the process reached its last line."""
-        return self.finished and self.status == 0
 
 
 # The life of one rank.
@@ -126,12 +117,13 @@ class Seen:
 class _Life:
     """One rank's part of a case; ``report`` writes a step into the rank's file."""
 
-    def __init__(self, case: Case, rank: int, directory: Path, harness: dist.Store) -> None:
+    def __init__(self, case: Case, rank: int, directory: Path, harness: dist.TCPStore) -> None:
         self.case = case
         self.rank = rank
         self.file = directory / f"{rank}.jsonl"
-        self.harness = harness
+        self.harness = harness  # a store that has no part in the faults
         self.meetings = 0
+        self.tensor = case.tensor
         self.grid: hypergrid.HyperCommGrid | None = None
         self.module: Any = load_stock("0.16.1") if case.stock else ours
         self.thread: threading.Thread | None = None
@@ -144,7 +136,7 @@ class _Life:
             file.write(json.dumps([step, value]) + "\n")
 
     def meet(self) -> None:
-        """Wait for all ranks, through a store that has no part in the faults."""
+        """Wait for all ranks."""
         self.meetings += 1
         self.harness.add(f"meeting {self.meetings}", 1)
         while self.harness.add(f"meeting {self.meetings}", 0) < self.case.world:
@@ -152,13 +144,11 @@ class _Life:
 
     # Operations, as a job calls them.
 
-    def initialise(self, tensor: int | None = None) -> None:
-        tensor = self.case.tensor if tensor is None else tensor
-        self.module.initialize_model_parallel(tensor, distributed_timeout_minutes=TIMEOUT / 60)
+    def initialise(self) -> None:
+        self.module.initialize_model_parallel(self.tensor, distributed_timeout_minutes=TIMEOUT / 60)
 
-    def create(self, tensor: int | None = None) -> None:
-        tensor = self.case.tensor if tensor is None else tensor
-        shape = [tensor, self.case.world // tensor]
+    def create(self) -> None:
+        shape = [self.tensor, self.case.world // self.tensor]
         self.grid = hypergrid.HyperCommGrid(shape, ["tp", "dp"])
         timeout = timedelta(seconds=TIMEOUT)
         self.grid.create_pg("dp", timeout=timeout)
@@ -195,12 +185,11 @@ class _Life:
 
     def run(self) -> None:
         """The whole life: once without the fault, once with it, once more after it."""
-        case = self.case
-        operation = getattr(self, case.operation)
+        operation = getattr(self, self.case.operation)
         for _ in range(2):  # the first one fills caches, which changes the number of calls
             self.prepare()
             self.meet()
-            with _counted() as calls:
+            with at_call(0, self.happen, is_counted) as calls:
                 operation()
             self.meet()
             self.clean_up()
@@ -208,28 +197,40 @@ class _Life:
         self.prepare()
         self.meet()
         start = time.monotonic()
-        error = ""
-        try:
-            with self.faulty(calls[0]):
-                operation(*self.odd_arguments())
-        except (Exception, KeyboardInterrupt, Injected) as raised:
-            error = f"{type(raised).__name__}: {raised}"
-            traceback.clear_frames(raised.__traceback__)
+        error = self.run_with_the_fault(len(calls))
         self.report("operation", [time.monotonic() - start, error])
         self.wait_for_side_effects()
         start = time.monotonic()
         self.clean_up()
         self.report("clean-up", time.monotonic() - start)
         self.report("left", _growth(before))
-        if case.fault in PASSING:
+        if self.case.fault in PASSING:
             self.meet()
             self.initialise_again()
             total = torch.ones(1)
             dist.all_reduce(total, group=self.module.get_data_parallel_group())
-            self.report("again", total.item() == case.world // case.tensor)
+            self.report("again", total.item() == self.case.world // self.case.tensor)
             self.meet()
             self.clean_up()
         self.report("end", True)
+
+    def run_with_the_fault(self, calls: int) -> str:
+        """The operation, in which the fault happens on its rank, once, at its place; its error."""
+        operation = getattr(self, self.case.operation)
+        fault: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.rank == self.case.rank and self.case.fault == "argument":
+            self.tensor = 3 - self.case.tensor
+        elif self.rank == self.case.rank:
+            fault = at_call(max(1, round(self.case.place * calls)), self.happen, is_counted)
+        try:
+            with _restoring_limits(), fault:
+                operation()
+        except (Exception, KeyboardInterrupt, Injected) as raised:
+            traceback.clear_frames(raised.__traceback__)
+            return f"{type(raised).__name__}: {raised}"
+        finally:
+            self.tensor = self.case.tensor
+        return ""
 
     def initialise_again(self) -> None:
         """A second thread of one rank has asked for groups that no other rank has asked for.
@@ -243,31 +244,9 @@ class _Life:
                 raise
             self.initialise()
 
-    def odd_arguments(self) -> tuple[int, ...]:
-        """Another size on the faulty rank, where the operation takes one."""
-        odd = self.case.fault == "argument" and self.rank == self.case.rank
-        takes_one = self.case.operation in ("initialise", "create")
-        return (3 - self.case.tensor,) if odd and takes_one else ()
-
-    @contextlib.contextmanager
-    def faulty(self, calls: int) -> Iterator[None]:
-        """Inside, the fault happens on its rank, once, at its place among ``calls``."""
-        case = self.case
-        if self.rank != case.rank or case.fault == "argument":
-            yield
-            return
-        number = max(1, round(case.place * calls))
-        limits = {kind: resource.getrlimit(kind) for kind in _LIMITS}
-        try:
-            with _at_call(number, self.happen):
-                yield
-        finally:
-            sys.setprofile(None)
-            for kind, limit in limits.items():
-                resource.setrlimit(kind, limit)
+    # The faults.
 
     def happen(self) -> None:
-        """The fault itself."""
         self.report("fault", True)
         getattr(self, f"_{self.case.fault}")()
 
@@ -290,10 +269,8 @@ class _Life:
         _limit(resource.RLIMIT_NOFILE, 3)
 
     def _memory(self) -> None:
-        status = Path("/proc/self/status").read_text()
-        used = re.search(r"VmSize:\s+(\d+)", status)
-        assert used is not None
-        _limit(resource.RLIMIT_AS, int(used[1]) * 1024 + (1 << 20))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + (1 << 20))
 
     def _disk(self) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -322,29 +299,27 @@ class _Life:
     def _fork(self) -> None:
         self.child = os.fork()
         if self.child == 0:
-            sys.setprofile(None)
             hypergrid.abort()
             os._exit(0)
 
     def wait_for_side_effects(self) -> None:
-        """What the fault has started ends too: a thread, a child."""
+        """Wait until a thread or a child that the fault has started has ended."""
         if self.thread is not None:
             self.thread.join(TIMEOUT + 2 * SLACK)
             self.report("thread", None if self.thread.is_alive() else self.thread_seconds)
         if self.child:
-            end = time.monotonic() + SLACK
-            status = None
-            while status is None and time.monotonic() < end:
-                pid, code = os.waitpid(self.child, os.WNOHANG)
-                status = code if pid else None
-                time.sleep(0.01)
-            if status is None:
-                os.kill(self.child, signal.SIGKILL)
-                os.waitpid(self.child, 0)
-            self.report("child", status)
+            self.report("child", statuses({self.child: self.rank}, SLACK)[self.rank])
 
 
-_LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+@contextlib.contextmanager
+def _restoring_limits() -> Iterator[None]:
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+    limits = {kind: resource.getrlimit(kind) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, limit in limits.items():
+            resource.setrlimit(kind, limit)
 
 
 def _limit(kind: int, amount: int) -> None:
@@ -353,68 +328,24 @@ def _limit(kind: int, amount: int) -> None:
     resource.setrlimit(kind, (amount, hard))
 
 
-def _is_counted(frame: FrameType) -> bool:
+def is_counted(frame: FrameType) -> bool:
+    """Whether it is a call of our code, or of stock's."""
     path = frame.f_code.co_filename
     # Stock's file has no path, but a name such as "<megatron-core 0.16.1 parallel_state.py>".
     return path.startswith((*OURS, "<megatron-core "))
-
-
-@contextlib.contextmanager
-def _counted() -> Iterator[list[int]]:
-    """Count the Python calls inside, of our code or of stock's."""
-    calls = [0]
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and _is_counted(frame):
-            calls[0] += 1
-
-    sys.setprofile(profile)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
-
-
-@contextlib.contextmanager
-def _at_call(number: int, happen: Callable[[], None]) -> Iterator[None]:
-    """Call ``happen`` where the ``number``-th Python call inside begins."""
-    calls = 0
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal calls
-        if event != "call" or not _is_counted(frame):
-            return
-        calls += 1
-        if calls == number:
-            sys.setprofile(None)
-            happen()
-
-    sys.setprofile(profile)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
 
 
 def _connections(other_than: int) -> list[socket.socket]:
     """Duplicates of this process's connected TCP sockets, but for those to one port."""
     connections = []
     for name in os.listdir("/proc/self/fd"):
-        try:
-            descriptor = int(name)
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        with contextlib.suppress(OSError):  # closed meanwhile, listens, or was never connected
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            connection = socket.socket(fileno=os.dup(descriptor))
-        except OSError:  # closed meanwhile
-            continue
-        try:
+            connection = socket.socket(fileno=os.dup(int(name)))
             is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and connection.getpeername()[1] != other_than:
                 connections.append(connection)
-                continue
-        except OSError:  # it listens, or was never connected
-            pass
-        connection.close()
     return connections
 
 
@@ -423,189 +354,174 @@ def _growth(before: dict[str, int]) -> dict[str, int]:
     end = time.monotonic() + SLACK
     while True:
         after = measured()
-        growth = {}
+        growth = {"MiB": (after["KiB"] - before["KiB"]) // 1024 - 32}  # the allocator's own habits
         for name in ("groups", "names", "descriptors", "threads", "files"):
             growth[name] = after[name] - before[name]
-        growth["MiB"] = (after["KiB"] - before["KiB"]) // 1024 - 32  # the allocator's own habits
         growth = {name: more for name, more in growth.items() if more > 0}
         if not growth or time.monotonic() > end:
             return growth
         time.sleep(0.05)
 
 
-def _rank_main(case: Case, rank: int, directory: Path, ports: tuple[int, int]) -> None:
-    """The process of one rank; never returns."""
-    status = 1
-    try:
-        printed = os.open(directory / f"{rank}.printed", os.O_WRONLY | os.O_CREAT)
-        os.dup2(printed, 1)
-        os.dup2(printed, 2)
-        os.close(printed)
-        private = directory / f"directory of {rank}"
-        private.mkdir()
-        os.chdir(private)
-        gc.freeze()  # a collection would look at all that the parent has, and copy its pages
-        torch.set_num_threads(1)
-        faulthandler.dump_traceback_later(60 + 4 * TIMEOUT)  # a rank that hangs shows where
-        harness_port, store_port = ports
-        harness = dist.TCPStore("127.0.0.1", harness_port, is_master=False)
-        serves = case.store_on_rank_0 and rank == 0
-        if serves:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            harness.set("port", str(store.port))
-        elif case.store_on_rank_0:
-            store = dist.TCPStore("127.0.0.1", int(harness.get("port")), is_master=False)
-        else:
-            store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world)
-        life = _Life(case, rank, directory, harness)
-        life.run()
-        harness.add("ended", 1)
-        # A rank that serves the store would take it along. No one waits for a killed rank.
-        end = time.monotonic() + TIMEOUT + 2 * SLACK
-        survivors = case.world - (case.fault == "kill")
-        while serves and harness.add("ended", 0) < survivors and time.monotonic() < end:
-            time.sleep(0.01)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+def _live(case: Case, rank: int, directory: Path, ports: tuple[int, int]) -> None:
+    """The process of one rank."""
+    private = directory / f"directory of {rank}"
+    private.mkdir()
+    os.chdir(private)
+    gc.freeze()  # a collection would look at all that the parent has, and copy its pages
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(60 + 4 * TIMEOUT)  # a rank that hangs shows where
+    harness_port, store_port = ports
+    harness = dist.TCPStore("127.0.0.1", harness_port, is_master=False)
+    serves = case.store_on_rank_0 and rank == 0
+    if serves:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        harness.set("port", str(store.port))
+    else:
+        if case.store_on_rank_0:
+            store_port = int(harness.get("port"))
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world)
+    _Life(case, rank, directory, harness).run()
+    harness.add("ended", 1)
+    # A rank that serves the store would take it along. No one waits for a killed rank.
+    end = time.monotonic() + TIMEOUT + 2 * SLACK
+    survivors = case.world - (case.fault == "kill")
+    while serves and harness.add("ended", 0) < survivors and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 # The parent.
 
 
-def run(case: Case) -> list[Seen]:
-    """Live through a case; what each rank saw."""
+def run(case: Case) -> list[RankOutcome]:
+    """Live through a case; the outcome of each rank."""
     with (
         tempfile.TemporaryDirectory() as name,
         served() as (_, harness_port),
         served() as (_, store_port),
     ):
         directory = Path(name)
-        ranks: dict[int, int] = {}
+        ports = (harness_port, store_port)
+        rank_of: dict[int, int] = {}
         for rank in range(case.world):
-            pid = os.fork()
-            if pid == 0:
-                _rank_main(case, rank, directory, (harness_port, store_port))
-            ranks[pid] = rank
-        statuses = _wait(ranks, case)
-        return [_seen(directory, rank, statuses.get(rank)) for rank in range(case.world)]
+            live = functools.partial(_live, case, rank, directory, ports)
+            rank_of[fork_logged(live, directory / f"{rank}.printed")] = rank
+        status_of_rank = _wait(rank_of, case)
+        return [_outcome(directory, rank, status_of_rank.get(rank)) for rank in range(case.world)]
 
 
-def _wait(ranks: dict[int, int], case: Case) -> dict[int, int]:
+def _wait(rank_of: dict[int, int], case: Case) -> dict[int, int]:
     """The statuses of the ranks that ended in time; the others are ended."""
-    left = dict(ranks)
-    statuses: dict[int, int] = {}
-    continues: dict[int, float] = {}  # pid: when a stopped process goes on
+    running = dict(rank_of)
+    status_of_rank: dict[int, int] = {}
+    continues: dict[int, float] = {}  # when a stopped process goes on
     end = time.monotonic() + 60 + 4 * (TIMEOUT + SLACK)
-    lost_since = 0.0
-    while left and time.monotonic() < end:
-        for pid in list(left):
-            ended, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-            if not ended:
-                continue
-            if os.WIFSTOPPED(status):
-                continues[pid] = time.monotonic() + case.pause
-                continue
-            statuses[left.pop(pid)] = status
-            lost_since = lost_since or (time.monotonic() if status else 0.0)
-        for pid in [pid for pid, when in continues.items() if time.monotonic() >= when]:
-            os.kill(pid, signal.SIGCONT)
-            del continues[pid]
-        # Others would wait at a meeting for a rank that has ended with an error.
-        if lost_since and time.monotonic() > lost_since + 3 * (TIMEOUT + SLACK):
-            break
+    while running and time.monotonic() < end:
+        for process in list(running):
+            ended, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
+            if ended and os.WIFSTOPPED(status):
+                continues[process] = time.monotonic() + case.pause
+            elif ended:
+                if status and not any(status_of_rank.values()):
+                    # Others would wait at a meeting for a rank that has ended with an error.
+                    end = min(end, time.monotonic() + 3 * (TIMEOUT + SLACK))
+                status_of_rank[running.pop(process)] = status
+        for process, moment in list(continues.items()):
+            if time.monotonic() >= moment:
+                os.kill(process, signal.SIGCONT)
+                del continues[process]
         time.sleep(0.01)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return statuses
+    for process in running:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    return status_of_rank
 
 
-def _seen(directory: Path, rank: int, status: int | None) -> Seen:
-    seen = Seen(finished=status is not None, status=status or 0)
+def _outcome(directory: Path, rank: int, status: int | None) -> RankOutcome:
+    printed = (directory / f"{rank}.printed").read_text(errors="replace")
     file = directory / f"{rank}.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
-        step, value = json.loads(line)
-        seen.steps[step] = value
-    printed = directory / f"{rank}.printed"
-    seen.printed = printed.read_text(errors="replace") if printed.exists() else ""
-    return seen
+    lines = file.read_text().splitlines() if file.exists() else []
+    steps = dict(map(json.loads, lines))
+    return RankOutcome(steps, status or 0, finished=status is not None, printed=printed)
 
 
 # The laws.
 
 
-def broken_laws(case: Case, world: list[Seen]) -> dict[str, str]:
+def happened(case: Case, world: list[RankOutcome]) -> bool:
+    """Whether the operation reached the fault."""
+    return "fault" in world[case.rank].steps or case.fault == "argument"
+
+
+def broken_laws(case: Case, world: list[RankOutcome]) -> dict[str, str]:
     """Which laws a case broke, and how: a sentence for each."""
     broken: dict[str, str] = {}
-    happened = "fault" in world[case.rank].steps or case.fault == "argument"
-    for rank, seen in enumerate(world):
-        guilty = rank == case.rank
-        if guilty and case.fault == "kill" and happened:
+    has_ended_badly = any(outcome.finished and outcome.status for outcome in world)
+    for rank, outcome in enumerate(world):
+        is_killed = case.fault == "kill" and rank == case.rank and happened(case, world)
+        waits_at_a_meeting = "operation" in outcome.steps and not outcome.finished
+        # It waits for a rank whose process has ended: that one is judged.
+        if is_killed or (waits_at_a_meeting and has_ended_badly):
             continue
-        waits_at_a_meeting = "operation" in seen.steps and not seen.finished
-        # For a rank whose process has ended: that one is judged.
-        if waits_at_a_meeting and any(other.finished and other.status for other in world):
+        if not outcome.finished or outcome.status:
+            how = f"ended with status {outcome.status}" if outcome.finished else "did not end"
+            last_words = outcome.printed[-600:]
+            broken["survives"] = f"rank {rank} {how} after {list(outcome.steps)}: {last_words}"
             continue
-        if not seen.ended_by_itself:
-            how = "did not end" if not seen.finished else f"ended with status {seen.status}"
-            last_words = seen.printed[-600:]
-            broken["survives"] = f"rank {rank} {how} after {list(seen.steps)}: {last_words}"
-            continue
-        _judge_rank(case, rank, seen, happened, broken)
+        for law, how in _broken_by_rank(case, rank, outcome.steps, happened(case, world)):
+            broken[law] = f"rank {rank} {how}"
     return broken
 
 
-def _judge_rank(case: Case, rank: int, seen: Seen, happened: bool, broken: dict[str, str]) -> None:
-    guilty = rank == case.rank
-    seconds, error = seen.steps["operation"]
-    pause = case.pause if case.fault in ("stop", "late") else 0.0
-    allowed = TIMEOUT + SLACK + (pause if guilty else 0.0)
-    if seconds > allowed or seen.steps["clean-up"] > TIMEOUT + SLACK:
-        spent = f"{seconds:.1f} s, clean-up {seen.steps['clean-up']:.1f} s"
-        broken["in time"] = f"rank {rank} needed {spent}: {error}"
-    thread_seconds = seen.steps.get("thread", 0.0)
-    if thread_seconds is None or thread_seconds > TIMEOUT + SLACK:
-        broken["in time"] = f"the second thread of rank {rank} needed {thread_seconds} s"
-    if error and not happened:
-        broken["cause"] = f"rank {rank} without a fault: {error}"
-    if error and not guilty and not _names_the_cause(case, error):
-        broken["cause"] = f"rank {rank}: {error}"
-    if seen.steps.get("child", 0) != 0:
-        broken["survives"] = f"the child of rank {rank} ended with {seen.steps['child']}"
-    left = dict(seen.steps["left"])
+def _broken_by_rank(
+    case: Case, rank: int, steps: dict[str, Any], is_expected: bool
+) -> Iterator[tuple[str, str]]:
+    """The laws that a rank broke that came to its last line; ``is_expected``: there was a fault."""
+    is_faulty = rank == case.rank
+    seconds, error = steps["operation"]
+    after_error = f"after {error or 'no error'}"
+    allowed = TIMEOUT + SLACK
+    pause = case.pause if is_faulty and case.fault in ("stop", "late") else 0.0
+    if seconds > allowed + pause or steps["clean-up"] > allowed:
+        yield "in time", f"needed {seconds:.1f} s, clean-up {steps['clean-up']:.1f} s: {error}"
+    thread_seconds = steps.get("thread", 0.0)
+    if thread_seconds is None or thread_seconds > allowed:
+        yield "in time", f"has a second thread that needed {thread_seconds} s"
+    if error and not is_expected:
+        yield "cause", f"without a fault: {error}"
+    if error and not is_faulty and not _names_the_cause(case, error):
+        yield "cause", f"raised {error}"
+    if steps.get("child", 0) != 0:
+        yield "survives", f"has a child that ended with {steps['child']}"
+    growth = dict(steps["left"])
     if case.fault == "thread":
-        left.pop("MiB", None)
-    if left:
-        broken["nothing left"] = f"rank {rank}: {left} after {error or 'no error'}"
-    if seen.steps.get("again") is False:
-        broken["again"] = f"rank {rank} has a wrong sum after {error or 'no error'}"
+        growth.pop("MiB", None)
+    if growth:
+        yield "nothing left", f"has {growth} more {after_error}"
+    if steps.get("again") is False:
+        yield "again", f"has a wrong sum {after_error}"
 
 
 def _names_the_cause(case: Case, error: str) -> bool:
     """Whether a survivor's error has the faulty rank, what it said, or the store that it served."""
     causes = ["injected", "KeyboardInterrupt", "hypergrid.abort()", "two threads", "thread"]
+    if case.rank == 0 and case.store_on_rank_0:
+        causes.append("store")
     if any(cause in error for cause in causes):
-        return True
-    if case.rank == 0 and case.store_on_rank_0 and "store" in error:
         return True
     if re.search(rf"(?<![\d.]){case.rank}(?![\d.])", error):
         return True
-    for first, last, step in re.findall(r"(\d+)\.\.(\d+)(?: step (\d+))?", error):
-        if case.rank in range(int(first), int(last) + 1, int(step or 1)):
-            return True
-    return False
+    spans = re.findall(r"(\d+)\.\.(\d+)(?: step (\d+))?", error)
+    return any(
+        case.rank in range(int(first), int(last) + 1, int(step or 1)) for first, last, step in spans
+    )
 
 
 @dataclass
 class Outcome:
     """All cases of a run: what the laws say, and how many processes ended, ours and stock's."""
 
-    tried: int = 0
     happened: int = 0
     kept: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
@@ -625,8 +541,7 @@ def try_cases(seed: int, numbers: range) -> Outcome:
         case = Case.of(seed, number)
         world = run(case)
         broken = broken_laws(case, world)
-        outcome.tried += 1
-        outcome.happened += "fault" in world[case.rank].steps or case.fault == "argument"
+        outcome.happened += happened(case, world)
         if "survives" in broken:
             outcome.ended += 1
             if _stock_ends_too(case):
@@ -640,9 +555,8 @@ def try_cases(seed: int, numbers: range) -> Outcome:
 
 
 def _stock_ends_too(case: Case) -> bool:
-    same = replace(case, operation="initialise", stock=True)
     for place in (case.place, 0.5, 1.0):
-        world = run(replace(same, place=place))
-        if "survives" in broken_laws(same, world):
+        stock_case = replace(case, operation="initialise", stock=True, place=place)
+        if "survives" in broken_laws(stock_case, run(stock_case)):
             return True
     return False

@@ -6,17 +6,17 @@ A case is a number: ``case(7)`` is the same files and the same command wherever 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import random
 import re
 import resource
-import select
 import shlex
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,32 +25,28 @@ from unittest import mock
 from typer.testing import CliRunner
 
 from compat.cli.app import app
+from tests.support import ROOT, forked
 
-SECONDS, BYTES = 5, 1 << 30  # of CPU, and of memory more than the interpreter has
-ROOT = Path(__file__).parents[2]
-LAUNCH = ROOT / "tests" / "cli" / "launch"
+SECONDS = 5  # of the processor
+BYTES = 1 << 30  # of memory more than the interpreter has
 SIZES = "--world-size 64 --tp 4 --pp 2 --ep 2"
-SITE = {
-    **{"module": "m.a", "file": "m/a.py", "line": 3, "function": "f"},
-    **{"name": "get_x", "writes": False, "state": "s", "group": "g"},
-    "count": 7,
-}
-READS = {
-    **{"schema": 1, "rank": 0, "process": 12, "release": "0.16", "sites": [SITE]},
-    "problems": [{"kind": "stale", "text": "of a state", "count": 2, "example": "x"}],
-}
-DUMP = {
-    **{"schema": 1, "rank": 5, "world_size": 64, "host": "a", "pid": 77},
-    "groups": [{"owner": None, "label": "TENSOR_MODEL_PARALLEL_GROUP", "ranks": [4, 5, 6, 7]}],
-}
+SITE = {"module": "m.a", "file": "m/a.py", "line": 3, "function": "f", "count": 7}
+SITE |= {"name": "get_x", "writes": False, "state": "s", "group": "g"}
+PROBLEM = {"kind": "stale", "text": "of a state", "count": 2, "example": "x"}
+READS = {"schema": 1, "rank": 0, "process": 12, "release": "0.16"}
+READS |= {"sites": [SITE], "problems": [PROBLEM]}
+GROUP = {"owner": None, "label": "TENSOR_MODEL_PARALLEL_GROUP", "ranks": [4, 5, 6, 7]}
+DUMP = {"schema": 1, "rank": 5, "world_size": 64, "host": "a", "pid": 77, "groups": [GROUP]}
 
 
+@functools.cache
 def _seeds() -> list[tuple[Any, str]]:
     """What is written to FILE, as data or text, and the command that reads it."""
     plan = json.loads(CliRunner().invoke(app, ["plan", *SIZES.split(), "--json"]).stdout)
-    scripts = [(path.read_text(), "plan --from-args FILE") for path in sorted(LAUNCH.glob("*.sh"))]
-    return [
-        *((plan, f"{name} --plan FILE") for name in ("plan", "check --suggest", "show")),
+    seeds: list[tuple[Any, str]] = [
+        (plan, "plan --plan FILE"),
+        (plan, "check --suggest --plan FILE"),
+        (plan, "show --plan FILE"),
         (plan, "plan --json --plan FILE"),
         (plan, "plan --rank 3 --plan FILE"),
         (plan, "show --html FILE.html --plan FILE"),
@@ -58,44 +54,32 @@ def _seeds() -> list[tuple[Any, str]]:
         (DUMP, f"diff '{SIZES}' FILE"),
         (READS, "audit DIRECTORY"),
         ({"sites": [SITE]}, "audit DIRECTORY --against FILE"),
-        *scripts,
-        *scripts,
         ("tp-cp-ep-dp-pp", "plan --world-size 64 --order TEXT"),
         ("3-5", f"show {SIZES} --hosts TEXT"),
         ("--world-size 64 --tp 4", f"diff '{SIZES}' TEXT"),
         ("torchrun --nnodes 8 --nproc-per-node 8 x.py --tp 4", "plan --from-args TEXT"),
-    ]  # fmt: skip
+    ]
+    for path in sorted((ROOT / "tests" / "cli" / "launch").glob("*.sh")):
+        seeds += [(path.read_text(), "plan --from-args FILE")] * 2
+    return seeds
 
 
-def _deep(value: Any, times: int) -> Any:
-    for _ in range(times):
-        value = [value]
-    return value
+def _odd_values() -> list[Any]:
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    numbers = [None, True, -1, 0, 7, 2**63, 10**400, 1e308, 0.5, 1 << 20, float("nan")]
+    texts = ["", "8", "1->9", "|", "\x1b[31m\x07\nred", "\ud800", "a" * 100_000]
+    lists = [[], {}, {"name": "x", "gpus": 8}, [[]] * 10_000, [4, 60, 4], deep]
+    return [*numbers, *texts, *lists]
 
 
-ODD: tuple[Callable[[random.Random], Any], ...] = (
-    lambda _: None,
-    lambda _: True,
-    lambda _: -1,
-    lambda _: 0,
-    lambda _: 2**63,
-    lambda _: 10**400,
-    lambda _: 1e308,
-    lambda _: 0.5,
-    lambda _: 1 << 20,
-    lambda _: "",
-    lambda _: "8",
-    lambda _: "\x1b[31m\x07\nred",
-    lambda _: "\ud800",
-    lambda _: "a" * 100_000,
-    lambda _: [],
-    lambda _: {},
-    lambda _: {"name": "x", "gpus": 8},
-    lambda _: [[]] * 10_000,
-    lambda _: _deep(1, 300),
-    lambda drawn: drawn.randrange(-8, 4096),
-    lambda drawn: [drawn.randrange(64) for _ in range(drawn.randrange(9))],
-)
+ODD_VALUES = _odd_values()
+ODD_BYTES = (
+    b"\x1b[2J \x00 \xff\xfe \xed\xa0\x80 \n { - $( ${A ` \" ' (( = , \\\n \xe2\x80\xae <<E\n 1e999 "
+    b"&a[*a,*a] [1-999999]"
+).split(b" ")
+ODD_BYTES += [b": ", b"<<: *a\n", b"[" * 3000, b"9" * 401, b"A=$A$A\n" * 12, b"x" * 120_000]
 
 
 def _places(data: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -106,67 +90,51 @@ def _places(data: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
             yield from _places(value, depth + 1)
 
 
-def _changed(data: Any, drawn: random.Random) -> Any:
+def changed(data: Any, rng: random.Random) -> Any:
     """Data with some values replaced, removed, exchanged or repeated."""
-    data = copy.deepcopy(data)
-    for _ in range(drawn.choice((1, 1, 1, 2, 4))):
-        places = list(_places(data))
+    # As JSON has it, without tuples.
+    data = json.loads(json.dumps(data))
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        places = [*_places(data)]
         if not places:
             break
-        at, key = drawn.choice(places)
-        way = drawn.randrange(6)
-        if key not in range(len(at)) and key not in at:
-            continue  # it went with another change
-        if way < 3:
-            at[key] = drawn.choice(ODD)(drawn)
-        elif way == 3:
-            del at[key]
-        elif way == 4:
-            at[key] = copy.deepcopy(drawn.choice(places)[0])
-        elif isinstance(at, list):
-            at *= drawn.choice((2, 3, 400)) if len(json.dumps(at)) < 10_000 else 1
-        else:
-            at[f"{key}{drawn.choice(('', ' ', chr(27), chr(0x202E)))}x"] = at[key]
+        container, key = rng.choice(places)
+        match rng.choice(("replace", "replace", "remove", "exchange", "repeat")):
+            case "replace":
+                container[key] = copy.deepcopy(rng.choice(ODD_VALUES))
+            case "remove":
+                del container[key]
+            case "exchange":
+                container[key] = copy.deepcopy(rng.choice(places)[0])
+            case "repeat" if isinstance(container, list):
+                times = rng.choice((1, 2, 400))
+                # What is large already would fill the memory.
+                container += container * (times if len(json.dumps(container)) < 10_000 else 1)
+            case "repeat":
+                suffix = rng.choice(("x", " x", "\x1bx", "\u202ex"))
+                container[f"{key}{suffix}"] = container[key]
     return data
 
 
-BYTES_IN = (
-    *(b"\x1b[2J", b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\n", b"{", b"[" * 3000, b"&a [*a,*a]"),
-    *(b"9" * 401, b"-", b"$(", b"${A", b"`", b'"', b"'", b"((", b"<<: *a\n", b"A=$A$A\n" * 12),
-    *(
-        b"x" * 120_000,
-        b"=",
-        b",",
-        b"[1-999999]",
-        b"1e999",
-        b": ",
-        b"\\\n",
-        b"\xe2\x80\xae",
-        b"<<E\n",
-    ),
-)
-
-
-def _garbled(raw: bytes, drawn: random.Random) -> bytes:
+def garbled(raw: bytes, rng: random.Random) -> bytes:
     """Bytes cut, doubled, moved, flipped, or with others between them."""
-    for _ in range(drawn.choice((1, 1, 2, 8))):
-        i, j = sorted(drawn.randrange(len(raw) + 1) for _ in range(2))
-        way = drawn.randrange(6)
-        if way == 0:
-            raw = raw[:i] + raw[j:]
-        elif way == 1:
-            raw = raw[:j] + (raw[i:j] * drawn.choice((1, 2, 50)))[: 1 << 20] + raw[j:]
-        elif way == 2 and i < len(raw):
-            raw = raw[:i] + bytes([drawn.randrange(256)]) + raw[i + 1 :]
-        elif way == 3:
-            raw = raw[:i]
-        else:
-            raw = raw[:i] + drawn.choice(BYTES_IN) + raw[i:]
-    return raw[: 1 << 20]
-
-
-def _written(data: Any) -> bytes:
-    return data.encode() if isinstance(data, str) else json.dumps(data).encode()
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        start, stop = sorted(rng.choices(range(len(raw) + 1), k=2))
+        before = raw[:start]
+        after = raw[stop:]
+        match rng.choice(("cut", "repeat", "flip", "end", "insert", "insert")):
+            case "cut":
+                raw = before + after
+            case "repeat":
+                raw = raw[:stop] + raw[start:stop] * rng.choice((1, 2, 50)) + after
+            case "flip":
+                raw = before + bytes([rng.randrange(256)]) + raw[start + 1 :]
+            case "end":
+                raw = before
+            case "insert":
+                raw = before + rng.choice(ODD_BYTES) + raw[start:]
+        raw = raw[: 1 << 20]
+    return raw
 
 
 @dataclass(frozen=True)
@@ -178,91 +146,85 @@ class Case:
 
     def run(self, directory: Path) -> str:
         """The fault of the outcome; "" if there is none."""
-        file, reads = directory / "file", directory / "reads"
-        reads.mkdir(exist_ok=True)
+        file = directory / "file"
         file.write_bytes(self.raw)
-        recording = self.raw if self.command == "audit DIRECTORY" else _written(READS)
-        (reads / "reads.0.1.1.json").write_bytes(recording)
+        reads = directory / "reads"
+        reads.mkdir(exist_ok=True)
+        is_recording = self.command == "audit DIRECTORY"
+        (reads / "reads.0.1.1.json").write_bytes(self.raw if is_recording else _written(READS))
         names = {"FILE.html": f"{file}.html", "FILE": str(file), "DIRECTORY": str(reads)}
         names["TEXT"] = self.raw.replace(b"\0", b"").decode(errors="surrogateescape")
         words = [names.get(word, word) for word in shlex.split(self.command)]
         with mock.patch.dict(os.environ, {"NO_COLOR": "1", "COLUMNS": "80"}):
             done = CliRunner().invoke(app, words, prog_name="hypergrid")
-        error, output = done.exception, done.output
-        if error is not None and not isinstance(error, SystemExit):
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(last.filename).name}:{last.lineno}"
-            return f"{type(error).__name__} in {place}: {str(error)[:200]}"
-        if done.exit_code not in (0, 1, 2):
-            return f"status {done.exit_code}"
-        if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", output):
-            return f"control characters: {ascii(output)[:300]}"
-        is_sentence = output.startswith("hypergrid: ") and output.count("\n") == 1
-        usage = output.startswith("Usage: ")  # typer's own, of a word that looks like a flag
-        if done.exit_code == 2 and not is_sentence and not usage:
-            return f"not one sentence: {output[:300]!r}"
-        if is_sentence and len(output) > 2000:
-            return f"a sentence of {len(output)} characters: {output[:100]}"
-        return ""
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            last = traceback.extract_tb(done.exception.__traceback__)[-1]
+            error = f"{type(done.exception).__name__}: {str(done.exception)[:200]}"
+            return f"{error} in {Path(last.filename).name}:{last.lineno}"
+        return _fault(done.exit_code, done.output)
 
 
-_cached: list[tuple[Any, str]] = []
+def _fault(status: int, output: str) -> str:
+    if status not in (0, 1, 2):
+        return f"status {status}"
+    if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", output):
+        return f"control characters: {ascii(output)[:300]}"
+    is_sentence = output.startswith("hypergrid: ") and output.count("\n") == 1
+    is_usage = output.startswith("Usage: ")  # typer's own, of a word that looks like a flag
+    if status == 2 and not is_sentence and not is_usage:
+        return f"not one sentence: {output[:300]!r}"
+    if is_sentence and len(output) > 2000:
+        return f"a sentence of {len(output)} characters: {output[:100]}"
+    return ""
+
+
+def _written(data: Any) -> bytes:
+    return data.encode() if isinstance(data, str) else json.dumps(data).encode()
 
 
 def case(number: int, seed: int = 1) -> Case:
     """The case of that number."""
-    if not _cached:
-        _cached.extend(_seeds())
-    drawn = random.Random(f"{seed}/{number}")
-    data, command = drawn.choice(_cached)
-    by_value = not isinstance(data, str) and drawn.random() < 0.7
-    raw = _written(_changed(data, drawn)) if by_value else _garbled(_written(data), drawn)
-    return Case(command, raw)
+    rng = random.Random(f"{seed}/{number}")
+    data, command = rng.choice(_seeds())
+    if isinstance(data, str) or rng.random() < 0.3:
+        return Case(command, garbled(_written(data), rng))
+    return Case(command, _written(changed(data, rng)))
 
 
 def findings(numbers: Iterable[int], seed: int = 1) -> Iterator[tuple[int, str]]:
-    """Run these cases in forked processes of bounded time and memory; which have findings."""
+    """Run these cases in forked processes of bounded time and memory; which have findings.
+
+    A process that a case ends is followed by one for the cases after it.
+    """
     remaining = list(numbers)
-    case(0, seed)
-    while remaining:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            _work(remaining, seed, write)
-        os.close(write)
-        with os.fdopen(read) as answers:
-            for line in iter(lambda: _line(answers), ""):
-                number, complaint = line.rstrip("\n").partition(" ")[::2]
-                assert remaining[0] == int(number)
-                remaining.pop(0)
-                if complaint:
-                    yield int(number), complaint
-        os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-        if remaining:
-            ended = f"signal {status}" if status != signal.SIGKILL else "no answer"
-            number = remaining.pop(0)
-            yield number, f"{ended}: more than {SECONDS} s of CPU, or of memory, or a wait"
+    _seeds()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        while remaining:
+            work = functools.partial(_work, remaining[:100], seed, directory)
+            worker = forked.fork_logged(work, directory / "log")
+            # A case that waits for something uses no time of the processor.
+            (status,) = forked.statuses({worker: 0}, 120).values()
+            for line in (directory / "findings").read_text().splitlines():
+                number = remaining.pop(0)
+                if line != "''":
+                    yield number, line
+            if status:
+                limits = f"more than {SECONDS} s of CPU, or of memory, or a wait"
+                yield remaining.pop(0), f"status {status}: {limits}"
 
 
-def _line(answers: Any) -> str:
-    ready = select.select([answers], [], [], 60)[0]
-    return str(answers.readline()) if ready else ""
-
-
-def _work(numbers: list[int], seed: int, write: int) -> None:
+def _work(numbers: list[int], seed: int, directory: Path) -> None:
+    """Write a line for each case: its finding, or an empty text."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    with tempfile.TemporaryDirectory() as directory:
+    with (directory / "findings").open("w", buffering=1) as file:
         for number in numbers:
-            absurd = case(number, seed)
             signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process
             try:
-                complaint = absurd.run(Path(directory))
+                finding = case(number, seed).run(directory)
             except BaseException as error:
-                complaint = f"{type(error).__name__}: {error}"
+                finding = f"{type(error).__name__}: {error}"
             signal.setitimer(signal.ITIMER_PROF, 0)
-            os.write(write, f"{number} {ascii(complaint)[1:-1]}\n".encode())
-    os._exit(0)
+            print(ascii(finding), file=file)

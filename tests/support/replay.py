@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hypergrid.hangs.recording import DEFAULT, Call, Recording
@@ -24,50 +25,54 @@ FAULTS = {
 }
 
 
-def program(recording: Recording, other: Recording, fault: str, rank: int) -> Program:
-    """What the ranks of a recording called. Of one without a dump it is in the other recording."""
-    calls = {
-        each: (recording if recording.ranks[each].calls else other).ranks[each].calls
-        for each in range(recording.world_size)
-    }
-    # The members are in the files of groups, and not of the default group.
+def program(recording: Recording, fallback: Recording, fault: str, guilty_rank: int) -> Program:
+    """What the ranks of a recording called; of a rank without a dump, what the fallback has."""
+    world = range(recording.world_size)
     groups: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for group in recording.groups.values():
-        whole = tuple(range(recording.world_size))
-        ranks = group.ranks or (whole if group.label == DEFAULT else ())
-        groups[group.label] += [ranks] * (bool(ranks) and ranks not in groups[group.label])
-    ops = [[*_ops(calls[each])] for each in range(recording.world_size)]
-    ops[rank] += [Op(FAULTS[fault])] if fault in FAULTS else []
-    guilty = {rank: fault}
-    return Program(ops, dict(groups), [], nccl=False, stacks=True, guilty=guilty)
+        # The members are in the files of groups, and not of the default group.
+        members = group.ranks
+        if not members and group.label == DEFAULT:
+            members = tuple(world)
+        if members and members not in groups[group.label]:
+            groups[group.label].append(members)
+    ops = []
+    for rank in world:
+        calls = recording.ranks[rank].calls or fallback.ranks[rank].calls
+        ops.append(_ops(calls))
+    if fault in FAULTS:
+        ops[guilty_rank].append(Op(FAULTS[fault]))
+    return Program(ops, dict(groups), [], nccl=False, stacks=True, guilty={guilty_rank: fault})
 
 
-def _ops(calls: Sequence[Call]) -> list[Op]:
+def _ops(calls: Iterable[Call]) -> list[Op]:
     """Sends and receives without a collective between them are one batch."""
-    found: list[Op] = []
+    ops: list[Op] = []
     for call in calls:
-        name, _, detail = call.title.text.partition("|")[0].partition(":")[2].partition(" ")
-        sizes, dtypes = json.loads(call.what.inputs), re.findall(r"\w+", call.what.input_dtypes)
-        size = 1
-        for each in sizes[0] if sizes else ():
-            size *= each
-        op = Op(name, call.title.label, size, (dtypes or ["Float"])[0])
+        sizes = json.loads(call.what.inputs)
+        dtypes = re.findall(r"\w+", call.what.input_dtypes) or ["Float"]
+        size = math.prod(sizes[0]) if sizes else 1
+        op = Op(call.what.name, call.title.label, size, dtypes[0])
         if not call.p2p:
-            found.append(op)
+            ops.append(op)
             continue
-        op = replace(op, peer=int(re.findall(r"\d+", detail)[1]))
-        before = found.pop().inside if found and found[-1].inside else ()
-        found.append(Op("batch", op.group, inside=(*before, op)))
-    return found
+        # The detail is "0->1" or "1<-0": the second number is the peer in both.
+        _, peer = re.findall(r"\d+", call.what.detail)
+        part = replace(op, peer=int(peer))
+        if ops and ops[-1].parts:
+            ops[-1] = replace(ops[-1], parts=(*ops[-1].parts, part))
+        else:
+            ops.append(Op("batch", op.group, parts=(part,)))
+    return ops
 
 
 def unfinished(recording: Recording) -> dict[int, Counter[tuple[str, str, int]]]:
     """The calls of each rank that have not ended: label, name and number."""
-    return {
-        rank: Counter(
+    unfinished_calls = {}
+    for rank, rank_recording in recording.ranks.items():
+        unfinished_calls[rank] = Counter(
             (call.title.label, call.what.name + call.what.detail, call.seq)
-            for call in mine.calls
+            for call in rank_recording.calls
             if not call.done
         )
-        for rank, mine in recording.ranks.items()
-    }
+    return unfinished_calls
