@@ -62,7 +62,10 @@ def taken_apart(words: Sequence[Word]) -> Launch:
 
 def _program(word: Word) -> Flag | None:
     """The row of a program; its values are the words that it takes before another program."""
-    return None if word.holes else _PROGRAMS.get(word.text.rpartition("/")[2])
+    if word.holes:
+        return None
+    name = word.text.rpartition("/")[2]
+    return _PROGRAMS.get(name)
 
 
 def _behind(launch: Launch, program: Flag, words: Sequence[Word]) -> list[Word]:
@@ -76,8 +79,10 @@ def _behind(launch: Launch, program: Flag, words: Sequence[Word]) -> list[Word]:
     # python -c CODE starts no script.
     if "code" in meanings or program.kind == "nothing":
         return []
+    # torchrun train.py, python -m training; torchrun --no-python hypergrid-launch train.py
     is_script = program.kind == "script" and "program" not in meanings
-    is_script = is_script or "module" in meanings
+    if "module" in meanings:
+        is_script = True
     if is_script and rest and rest[0].text not in _PROGRAMS:
         launch.script = rest[0]
         launch.words = rest[1:]
@@ -122,14 +127,19 @@ def rank_of(words: Sequence[Word]) -> int:
     """How much of a job a command is: 2 is one with a launcher, 1 one without, 0 none."""
     launch = taken_apart(words)
     if not launch.unknown:
+        if launch.script is None:
+            return 0
         has_launcher = any(name in LAUNCHERS for name, _ in launch.programs)
-        return 0 if launch.script is None else 1 + has_launcher
+        return 1 + has_launcher
     # A program that is not known may start the launchers behind it any number of times.
     for word in launch.unknown:
         program = _program(word)
         if program is not None and program.meaning in LAUNCHERS:
             return 2
-    return 2 if launch.unknown[0].holes else 0
+    # $LAUNCHER train.py
+    if launch.unknown[0].holes:
+        return 2
+    return 0
 
 
 def script_of(words: Sequence[Word]) -> tuple[str, list[str]]:

@@ -65,6 +65,7 @@ def _counts(
         if row.kind == "variable" and name in variables:
             of_job.append(Option(name, row, [variables[name]], 0))
     meanings = {option.row.meaning for option in options}
+    # srun -n 64 in a job with --ntasks-per-node
     if program == "srun" and "tasks" in meanings:
         meanings.add("per_host")  # of the job, it is no longer the number on each host
     elif program == "srun" and meanings & {"hosts", "per_host"}:
@@ -81,6 +82,7 @@ def _counts(
             reader.read(option, counts)
     for option in options:
         reader.read(option, counts)
+    # srun -N 4 starts one task on each host.
     if program == "srun" and "tasks" not in counts:
         counts.setdefault("per_host", 1)
     return counts
@@ -93,6 +95,7 @@ def _completed(counts: Mapping[str, int]) -> tuple[int | None, int | None, int |
     per_host = counts.get("per_host")
     if tasks is None and hosts is not None and per_host is not None:
         tasks = hosts * per_host
+    # 20 tasks on 3 hosts: at most 7 on each
     if per_host is None and hosts and tasks:
         per_host = -(-tasks // hosts)
     return hosts, tasks, per_host
@@ -106,7 +109,10 @@ def head_of(script: str) -> dict[str, str]:
     lines = re.findall(r"(?m)^#SBATCH(\s.*)", comments[0])
     rows = flags_of("srun")
     variables = {}
-    for command in commands("\n".join(f"sbatch {line}" for line in lines))[0]:
+    # Their words are quoted as in bash.
+    script_of_lines = "\n".join(f"sbatch {line}" for line in lines)
+    sbatch_commands, _ = commands(script_of_lines)
+    for command in sbatch_commands:
         for flag, row, values, _ in options_of(command.words[1:], rows)[0]:
             if not values:
                 continue

@@ -350,7 +350,7 @@ class Script(Expander):
         old_value = self.state.value(name)
         elements = assignment.get("Array", {}).get("Elems", [])
         if any("Index" in node for node in (assignment, *elements)):
-            # X=TP=8; A[X]=1 assigns TP
+            # A[1]=8 and A=([1]=8); with X=TP=8, A[X]=1 assigns TP
             self.unread(assignment)
             return self.state.unknown(name, self.state.here) * 2
         if "Array" in assignment:
@@ -398,7 +398,8 @@ class Script(Expander):
         state = self.state
         name = plain(words[0]) or "a command"
         # After `source` every name may be a function.
-        if is_unknown(words[0]) or (state.why and name not in builtins.PROGRAMS):
+        may_be_function = state.why and name not in builtins.PROGRAMS
+        if is_unknown(words[0]) or may_be_function:
             state.forget()
         for place, word in enumerate(words):
             if word.rpartition("/")[2] not in ("bash", "sh"):
@@ -438,6 +439,7 @@ class Script(Expander):
         state.values[POSITIONAL] = words[2:]
         first = len(self.commands)
         self.evaluate(words[0], state)
+        # srun -N 2 bash -c "torchrun p.py" starts srun -N 2 torchrun p.py
         outer_words = [state.holes.word(word, state.line) for word in before]
         for place, command in enumerate(self.commands[first:], first):
             self.commands[place] = replace(command, words=[*outer_words, *command.words])
@@ -459,7 +461,8 @@ def commands(
         raise ScriptError("the launch line has characters of Unicode's private use area.")
     state = State(Holes(), dict(fixed or {}))
     for name, value in (environment or {}).items():
-        state.values |= {name: [value], f"export {name}": True}
+        state.values[name] = [value]
+        state.values[f"export {name}"] = True
     if POSITIONAL in state.fixed:
         state.values[POSITIONAL] = state.fixed.pop(POSITIONAL).split()
     script = Script(state, takes_defaults)

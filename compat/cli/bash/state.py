@@ -45,6 +45,7 @@ class State:
 
     def value(self, key: str) -> Any:
         """The elements of a variable, one of a text; or what is at another key."""
+        # --set
         if key in self.fixed:
             return [self.fixed[key]]
         if key in self.values and key not in _DYNAMIC:
@@ -89,13 +90,18 @@ class State:
         for name in names:
             self.assign(name, self.unknown(name, f"line {self.line} may assign it"))
             self.values.pop(f"export {name}", None)
-            if f"{name}()" in self.values:
-                self.values[f"{name}()"] = None
+            function = f"{name}()"
+            if function in self.values:
+                self.values[function] = None
 
     def forget(self) -> None:
         """Every variable and function may have been assigned anything."""
-        kept = [key for key in self.values if key.endswith("()") or key.startswith("readonly ")]
-        self.values = dict.fromkeys(kept)
+        kept: dict[str, Any] = {}
+        for key in self.values:
+            # A name that is a function now is one later, or another function.
+            if key.endswith("()") or key.startswith("readonly "):
+                kept[key] = None
+        self.values = kept
         self.why = self.here
 
     def exported(self) -> State:

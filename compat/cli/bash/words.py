@@ -171,7 +171,8 @@ class Expander:
         values = self.state.value(POSITIONAL if name == "*" else name)
         if not is_list:
             # $A is the first element, and one word in quotes.
-            values = [value.replace(OPEN, "") for value in values[:1]]
+            first = values[:1]
+            values = [value.replace(OPEN, "") for value in first]
         if operator:
             values = self._chosen(part, values, splits, in_quotes)
         if in_quotes:
@@ -263,7 +264,8 @@ class Expander:
         if NAME.fullmatch(literal_of(word)):
             text = "".join(self.state.value(text)[:1]) or "0"
         # Another text is a sum of its own, which may assign, or an error that ends the command.
-        if not is_unknown(text) and not NUMBER.fullmatch(text):
+        is_number = NUMBER.fullmatch(text) is not None
+        if not is_number and not is_unknown(text):
             raise ScriptError(
                 f"line {self.state.line} of the launch line computes {text!r}, which cannot be "
                 f"followed. Write the number in its place."
