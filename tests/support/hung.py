@@ -30,7 +30,8 @@ def hang(world: int, body: Callable[[int], Any], directory: Path, seconds: float
     """
     with forked(world, lambda rank: _rank(rank, world, body, directory)) as rank_of:
         for rank in range(world):
-            wait_for(directory / f"started_{rank}", seconds)
+            started = directory / f"started_{rank}"
+            wait_for(started.exists, seconds, f"rank {rank} did not start")
         wait_for_rest(rank_of, seconds)
         ask(rank_of, directory, seconds)
     return directory
@@ -74,18 +75,13 @@ def forked(world: int, run: Callable[[int], object]) -> Iterator[dict[int, int]]
             os.waitpid(pid, 0)
 
 
-def wait_for(path: Path, seconds: float, written_after: int = 0) -> None:
-    """Wait for a file; for a file of stacks, until it was written after a moment (ns)."""
+def wait_for(condition: Callable[[], object], seconds: float, title: str) -> None:
+    """Wait until the condition holds; TimeoutError with the title where it does not in time."""
     end = time.monotonic() + seconds
-    while not path.exists() or (written_after and _moment(path) < written_after):
+    while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"{path.name} was not written")
+            raise TimeoutError(title)
         time.sleep(_LOOK)
-
-
-def _moment(path: Path) -> int:
-    moment: int = json.loads(path.read_text())["written_ns"]
-    return moment
 
 
 def wait_for_rest(processes: Iterable[int], seconds: float) -> None:
@@ -103,18 +99,25 @@ def wait_for_rest(processes: Iterable[int], seconds: float) -> None:
         time.sleep(_LOOK)
 
 
-def ask(rank_of: Mapping[int, int], directory: Path, seconds: float) -> list[int]:
-    """Have every rank that still runs write at once; returns these."""
+def ask(rank_of: Mapping[int, int], directory: Path, seconds: float) -> None:
+    """Have every rank that still runs write at once."""
     begin = time.time_ns()
-    asked = []
+    running = {}
     for pid, rank in rank_of.items():
         _, state = _used(pid)
         if state not in "ZT":
+            running[pid] = rank
             os.kill(pid, signal.SIGUSR1)
-            asked.append(rank)
-    for rank in asked:
-        wait_for(directory / f"stack_{rank}.json", seconds, begin)
-    return sorted(asked)
+    for rank in running.values():
+        stack = directory / f"stack_{rank}.json"
+        wait_for(
+            lambda stack=stack: _written(stack) >= begin, seconds, f"rank {rank} did not write"
+        )
+
+
+def _written(stack: Path) -> int:
+    """When these stacks were written, in nanoseconds; 0 before they are there."""
+    return int(json.loads(stack.read_text())["written_ns"]) if stack.exists() else 0
 
 
 def _used(pid: int) -> tuple[int, str]:
