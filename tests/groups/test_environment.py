@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from torch.distributed import GroupMember
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import hypergrid
 from hypergrid import EnvironmentTable
+from tests import support
 from tests.support.forked import on_ranks, open_groups, total
 
 OUTSIDE = GroupMember.NON_GROUP_MEMBER
@@ -21,12 +21,10 @@ OUTSIDE = GroupMember.NON_GROUP_MEMBER
 @on_ranks(8)
 def test_the_definition_in_the_proposal_runs(rank):
     table = EnvironmentTable()
-    assert isinstance(table.rank, int) and isinstance(table.world_size, int)
-    assert isinstance(table.default_process_group, dist.ProcessGroup)
-    assert isinstance(table.process_group_pool, dict) and isinstance(table.device_mesh_pool, dict)
-    assert table.is_master() is table.is_master(process_group=None) is (rank == 0)
-    assert table.get_rank(process_group=None) == table.rank == rank
-    assert table.get_world_size(process_group=None) == table.world_size == 8
+    assert table.default_process_group is dist.group.WORLD
+    assert table.is_master() is (rank == 0)
+    assert table.get_rank() == table.rank == rank
+    assert table.get_world_size() == table.world_size == 8
     group = table.create_process_group("middle", [1, 2])
     assert table.get_process_group("middle") is group is table.process_group_pool["middle"]
     place = {1: 0, 2: 1}.get(rank, -1)
@@ -63,10 +61,10 @@ def test_groups_are_found_by_meaningful_names_and_given_back(rank):
     assert len(open_groups()) == 1
 
 
-@pytest.mark.parametrize("environment", [{}, {"HYPERGRID_CREATION": "everyone"}])
+@pytest.mark.parametrize("creation", ["auto", "everyone"])
 @on_ranks(4)
-def test_what_has_the_same_members_and_backend_is_created_once(rank, environment):
-    os.environ.update(environment)
+def test_what_has_the_same_members_and_backend_is_created_once(rank, creation):
+    os.environ["HYPERGRID_CREATION"] = creation
     table = EnvironmentTable()
     pairs = table.create_process_group("pairs", [[0, 1], [2, 3]])
     assert table.create_process_group("pairs", [[3, 2], [0, 1]]) is pairs
@@ -107,21 +105,18 @@ def test_it_is_not_a_singleton(rank):
     assert len(open_groups()) == 1
 
 
-@mock.patch.object(c10d, "default_pg_timeout", timedelta(seconds=3))
 @on_ranks(4)
 def test_what_one_rank_cannot_create_is_left_on_none_and_can_be_asked_for_again(rank):
     table = EnvironmentTable()
     new_group = dist.new_group
-    calls = []
 
-    def second_fails(*args, **options):
-        calls.append(args)
-        if rank == 2 and len(calls) == 2:
+    def fails_over_the_second_dim(ranks, **options):
+        if rank == 2 and ranks == [0, 2]:
             raise RuntimeError("no route")
-        return new_group(*args, **options)
+        return new_group(ranks, **options)
 
     with (
-        mock.patch.object(dist, "new_group", second_fails),
+        mock.patch.object(dist, "new_group", fails_over_the_second_dim),
         pytest.raises(hypergrid.CreationError, match="rank 2 could not create m/a"),
     ):
         table.create_device_mesh("m", (2, 2), ("a", "b"))
@@ -131,32 +126,16 @@ def test_what_one_rank_cannot_create_is_left_on_none_and_can_be_asked_for_again(
     assert total(mesh.get_group("a"), rank) == (2 if rank % 2 == 0 else 4)
 
 
-@pytest.mark.parametrize("ranks", [[], [0, 0], [4], [-1], ["a"], 3, [[0, 1], [1, 2]], [[0], []]])
-def test_ranks_that_make_no_group_are_refused(fake_world, ranks):
-    fake_world(4)
-    table = EnvironmentTable()
-    with pytest.raises(ValueError, match="the ranks of 'x' "):
-        table.create_process_group("x", ranks)
-    assert table.process_group_pool == {}
-
-
-def test_other_refusals_are_sentences(fake_world):
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        EnvironmentTable()
+@pytest.mark.parametrize(("call", "error", "says"), support.table("groups/refusals_of_tables.txt"))
+def test_refusals_are_sentences_and_create_nothing(fake_world, call, error, says):
     fake_world(4, rank=3)
     table = EnvironmentTable()
-    with pytest.raises(KeyError, match=r"no process group 'lost' on rank 3: call create_proc"):
-        table.get_process_group("lost")
-    with pytest.raises(KeyError, match=r"create_device_mesh\(\) on every rank first"):
-        table.get_device_mesh("lost")
-    for name in ("", 7, None):
-        with pytest.raises(ValueError, match="the name of a group must be a text"):
-            table.create_process_group(name, [0])
-    for name in ("", "a/b", 7):
-        with pytest.raises(ValueError, match="the name of a mesh must be a text"):
-            table.create_device_mesh(name, (2, 2), ("a", "b"))
-    with pytest.raises(ValueError, match="one size per name"):
-        table.create_device_mesh("m", (2, 2), ())
-    with pytest.raises(ValueError, match=r"has 2 ranks and the world has 4.*rank_offset"):
-        table.create_device_mesh("m", (2,), ("a",))
-    assert len(open_groups()) == 1 and table.device_mesh_pool == {}
+    with pytest.raises(eval(error), match=says):
+        eval(call, {"table": table})
+    assert table.process_group_pool == table.device_mesh_pool == {}
+    assert len(open_groups()) == 1
+
+
+def test_without_a_world_the_refusal_says_how_to_have_one():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        EnvironmentTable()

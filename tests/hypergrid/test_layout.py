@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypergrid import LayoutError, RankLayout
+from tests.support import table
 
 NAMES = ["tp", "cp", "ep", "dp", "pp", "gtp_remat"]
 
@@ -65,12 +66,10 @@ def test_coordinates_and_ranks_are_inverse(layout):
 def test_shifts_go_around_the_group_of_a_dim(layout):
     rank = layout.ranks[-1]
     for dim in layout.dims:
-        size = layout.dim_size(dim)
-        ring = [layout.shift(rank, dim, steps) for steps in range(size)]
-        assert sorted(ring) == layout.group(rank, dim)
-        assert layout.shift(rank, dim, size) == layout.shift(rank, dim, -size) == rank == ring[0]
-        if size > 1:  # from the last place to the first
-            assert layout.coordinate(ring[1])[dim] == 0
+        group = layout.group(rank, dim)
+        size = len(group)
+        for steps in range(-size, size + 1):  # from its last place
+            assert layout.shift(rank, dim, steps) == group[(steps - 1) % size]
 
 
 @given(layouts_and_dims())
@@ -94,49 +93,20 @@ def test_splitting_a_dim_keeps_every_group_over_the_whole_of_it(layout, data):
 
 def test_the_order_of_the_dims_asked_for_changes_nothing_unless_asked():
     layout = RankLayout(("a", "b", "c"), (2, 2, 2))
-    assert (
-        layout.groups("a-b").tolist()
-        == layout.groups("b-a").tolist()
-        == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    )
+    assert layout.groups("b-a").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert layout.groups(["b", "a"], as_given=True).tolist() == [[0, 2, 1, 3], [4, 6, 5, 7]]
 
 
 def test_an_order_may_leave_out_what_has_size_one():
     layout = RankLayout.from_order("TP-pp", {"tp": 2, "dp": 1, "pp": 3})
     assert (layout.dims, layout.sizes) == (("tp", "pp", "dp"), (2, 3, 1))
-    with pytest.raises(LayoutError, match="leaves out 'dp', whose size is 4"):
-        RankLayout.from_order("tp-pp", {"tp": 2, "dp": 4, "pp": 3})
-    with pytest.raises(LayoutError, match="names 'xp'"):
-        RankLayout.from_order("tp-xp", {"tp": 2})
 
 
-@pytest.mark.parametrize(
-    ("dims", "sizes", "offset", "says"),
-    [
-        (("tp", "tp"), (2, 2), 0, "must not repeat"),
-        (("tp",), (2, 2), 0, "one size per name"),
-        (("tp", ""), (2, 2), 0, "non-empty strings"),
-        (("tp",), (0,), 0, "tp=0"),
-        (("tp",), (-2,), 0, "tp=-2"),
-        (("tp",), (2.0,), 0, "whole numbers"),
-        (("tp",), ("2",), 0, "whole numbers"),
-        (("tp",), (2,), -1, "must not be negative"),
-    ],
-)
-def test_a_layout_that_makes_no_sense_is_refused(dims, sizes, offset, says):
-    with pytest.raises(LayoutError, match=says):
-        RankLayout(dims, sizes, offset)
-
-
-def test_a_refusal_names_what_would_have_been_right():
+@pytest.mark.parametrize(("call", "says"), table("hypergrid/refusals_of_layouts.txt"))
+def test_what_makes_no_sense_is_refused_with_what_would_have_been_right(call, says):
     layout = RankLayout(("tp", "dp"), (2, 4), 8)
-    with pytest.raises(LayoutError, match=r"invalid dim 'pp'. Valid dims are \['tp', 'dp'\]"):
-        layout.group(8, "pp")
-    with pytest.raises(LayoutError, match=r"rank 3 is outside RankLayout\(tp=2-dp=4, ranks 8..15"):
-        layout.group(3, "tp")
-    with pytest.raises(LayoutError, match="tp=2 is outside"):
-        layout.rank(tp=2)
+    with pytest.raises(LayoutError, match=says):
+        eval(call, {"RankLayout": RankLayout, "layout": layout})
 
 
 def test_a_rank_among_a_million_finds_its_group():
@@ -153,12 +123,6 @@ def test_equal_layouts_are_equal_and_can_be_keys():
     assert RankLayout(("tp",), (2,)) != RankLayout(("tp",), (2,), 1)
 
 
-def test_names_of_dims_are_no_text_and_coordinates_and_steps_are_whole_numbers():
-    with pytest.raises(LayoutError, match=r"dims must be several names .* got the text 'tp'"):
-        RankLayout("tp", (2, 2))
+def test_coordinates_and_steps_may_be_numpys():
     layout = RankLayout(("tp", "pp"), (2, 2))
-    with pytest.raises(LayoutError, match=r"coordinates such as tp must be whole numbers, got 0.5"):
-        layout.rank(tp=0.5)
-    with pytest.raises(LayoutError, match=r"steps must be whole numbers, got 0.5"):
-        layout.shift(0, "tp", 0.5)
     assert layout.rank(tp=np.int64(1), pp=1) == 3 == layout.shift(2, "tp", np.int64(3))

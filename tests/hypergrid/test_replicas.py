@@ -1,6 +1,5 @@
 """After losses: the largest number of whole replicas, on which processes, and who is left over."""
 
-import functools
 from collections import Counter
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from hypergrid import RankLayout, Topology
 from hypergrid.layout import LayoutError
 from hypergrid.replicas import NoReplicaError, Replicas
+from tests.support import table
 
 
 @st.composite
@@ -27,29 +27,13 @@ def jobs(draw):
     return layout, hosts, losses
 
 
-@functools.cache
-def fit(blocks, size, free_processes):
-    """Whether so many blocks fit into hosts with so many free processes, by trying every host."""
-    if not blocks:
-        return True
-    for host, count in enumerate(free_processes):
-        if count >= size:
-            remaining = list(free_processes)
-            remaining[host] -= size
-            if fit(blocks - 1, size, tuple(sorted(remaining))):
-                return True
-    return False
-
-
 def largest(layout, together, hosts, alive):
     """The largest number of replicas whose blocks over ``together`` have one host each."""
     free_processes = Counter(hosts[process] if together else "" for process in alive)
-    size = layout.dim_size(together)
-    blocks_of_replica = layout.dim_size(layout.orthogonal("dp")) // size
-    for count in range(layout.size_of("dp"), 0, -1):
-        if fit(count * blocks_of_replica, size, tuple(sorted(free_processes.values()))):
-            return count
-    return 0
+    block_size = layout.dim_size(together)
+    blocks = sum(count // block_size for count in free_processes.values())
+    blocks_of_replica = layout.dim_size(layout.orthogonal("dp")) // block_size
+    return min(layout.size_of("dp"), blocks // blocks_of_replica)
 
 
 @given(jobs())
@@ -89,25 +73,14 @@ def test_first_all_dims_that_shall_stay_together_do_where_hosts_can_hold_them(jo
 
 
 @pytest.mark.parametrize(
-    ("dims", "sizes", "hosts", "lost", "active", "reserves"),
-    [
-        # A spare of the same host takes the hole, and nobody else moves.
-        (("tp", "pp", "dp"), (2, 2, 2), [5, 5], {6}, (0, 1, 2, 3, 5, 9, 7, 8), (4,)),
-        # Also that of a rank without a block.
-        (("pp", "dp"), (2, 2), [3, 3], {3}, (0, 1, 2, 4), (5,)),
-        # A whole block keeps its room beside one with a hole.
-        (("tp", "dp"), (2, 3), [4, 4], {0}, (6, 7, 2, 3, 4, 5), (1,)),
-        # A block without a spare on its host moves as a whole.
-        (("tp", "dp"), (2, 2), [2, 2, 2], {1}, (4, 5, 2, 3), (0,)),
-        # A replica that is given up fills the others: the first rank of the broken one is left.
-        (("pp", "dp"), (2, 2), [4], {1}, (2, 3), (0,)),
-        (("pp", "dp"), (3, 3), [9], {2, 3}, (0, 1, 4, 6, 7, 8), (5,)),
-    ],
+    ("rule", "sizes", "hosts", "lost", "active", "reserves"), table("hypergrid/holes.txt")
 )
-def test_who_takes_which_hole(dims, sizes, hosts, lost, active, reserves):
-    replicas = Replicas.first(Topology(RankLayout(dims, sizes), hosts)).without(lost)
-    assert replicas.active == active
-    assert replicas.reserves == reserves
+def test_who_takes_which_hole(rule, sizes, hosts, lost, active, reserves):
+    size_of = eval(sizes)
+    topology = Topology(RankLayout(tuple(size_of), tuple(size_of.values())), eval(hosts))
+    replicas = Replicas.first(topology).without(eval(lost))
+    assert replicas.active == eval(active)
+    assert replicas.reserves == eval(reserves)
 
 
 def test_numbers_of_replicas_that_cannot_train_are_not_taken():

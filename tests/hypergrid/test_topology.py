@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypergrid import LayoutError, RankLayout, Topology
-from tests.support import ROOT
+from tests.support import ROOT, table
 
 LAYOUT = RankLayout(("tp", "cp", "dp"), (2, 2, 4))
 
@@ -54,23 +54,10 @@ def test_a_group_is_inside_exactly_when_its_ranks_have_one_host(case):
     assert bool(topology.crossing(dims)) != topology.inside(dims)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "says"),
-    [
-        (0, "invalid hosts=0; allowed: ranks per host"),
-        (True, "invalid hosts="),
-        ("ab", "invalid hosts="),
-        ([], "invalid hosts="),
-        ({"a": "b"}, "invalid hosts="),
-        ([8, -8], "invalid hosts="),
-        (["a", 1], "invalid hosts="),
-        ([8, 4], "have 12 ranks.*reaches to rank 15"),
-        (["a", "b"], "have 2 ranks.*Name the host of every rank"),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "says"), table("hypergrid/refusals_of_hosts.txt"))
 def test_hosts_that_cannot_be_are_refused(hosts, says):
     with pytest.raises(LayoutError, match=says):
-        Topology(LAYOUT, hosts)
+        Topology(LAYOUT, eval(hosts))
 
 
 def test_ranks_outside_have_no_host():
