@@ -40,6 +40,7 @@ _STORE: dist.Store  # of this rank's world
 _TURNS = itertools.count()
 # What a handler of signals may add to, instead of raising: fork has hooks that swallow exceptions.
 SIGNALS: list[int] = []
+LATE = 1000  # the status of a rank that has not ended in time
 
 
 def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -76,11 +77,6 @@ def from_all(value: Any) -> list[Any]:
 def open_groups() -> list[dist.ProcessGroup]:
     """What torch has open, the default group first; torch itself is asked, not hypergrid."""
     return list(c10d._world.pg_map)
-
-
-def members(group: dist.ProcessGroup | None) -> list[int] | None:
-    """The ranks of a group; None where this rank has none."""
-    return None if group is None else dist.get_process_group_ranks(group)
 
 
 def total(group: dist.ProcessGroup | None = None, value: float = 1.0) -> float:
@@ -138,35 +134,114 @@ def run_ranks(
     With ``expect="errors"`` each rank must raise, and the exceptions' (type name, text) come back.
     The port is bound here and handed to rank 0, so that nobody else can take it in between.
     """
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(world)
-    with listener, tempfile.TemporaryDirectory() as directory:
-        children = {}
+    with _listening(world) as listener, tempfile.TemporaryDirectory() as directory:
+        children: dict[int, int] = {}
         try:
             for rank in range(world):
-                pid = os.fork()
-                if pid == 0:
+                process = os.fork()
+                if process == 0:
                     _child(rank, world, body, args, backend, listener, directory, timeout, expect)
-                children[pid] = rank
-            lost = _wait(children, time.monotonic() + timeout, to_the_first=True)
-        finally:
-            for pid in children:  # too late, or waiting was interrupted
-                os.kill(pid, signal.SIGKILL)
-            for pid in children:
-                os.waitpid(pid, 0)
+                children[process] = rank
+        except BaseException:  # an interrupt
+            statuses(children, 0)
+            raise
+        status_of_rank = statuses(children, timeout, to_the_first=True)
+        lost = [rank for rank, status in status_of_rank.items() if status]
         results: list[Any] = []
         for rank in lost or range(world):
             file = Path(directory, str(rank))
             if not file.exists():
-                raise RankFailure(f"rank {rank} {lost.get(rank, 'left without a result')}")
+                status = status_of_rank[rank]
+                how = f"ended with status {status}" if status < LATE else "did not finish in time"
+                raise RankFailure(f"rank {rank} {how}")
             kind, value = pickle.loads(file.read_bytes())
-            if (kind == "error") != (expect == "errors"):
-                if kind == "result":
-                    raise RankFailure(f"rank {rank} should have failed, it gave {value!r}")
+            if kind == "result" and expect == "errors":
+                raise RankFailure(f"rank {rank} should have failed, it gave {value!r}")
+            if kind == "error" and expect == "results":
                 raise RankFailure(f"rank {rank}: {value[0]}: {value[1]}", value[2])
             results.append(value[:2] if kind == "error" else value)
         return results
+
+
+def _listening(world: int) -> socket.socket:
+    """A socket on a free port of this host, for so many ranks."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(world)
+    return listener
+
+
+def statuses(
+    children: dict[int, int], seconds: float, to_the_first: bool = False
+) -> dict[int, int]:
+    """Exit status of each rank of ``children``, ``LATE`` of those that do not end in time.
+
+    ``children`` has the rank of each process id. Those that do not end are killed; with
+    ``to_the_first`` as soon as one has failed, and they have no status then.
+    """
+    status_of_rank: dict[int, int] = {}
+    running = dict(children)
+    deadline = time.monotonic() + seconds
+    try:
+        while running and time.monotonic() < deadline:
+            if SIGNALS:
+                raise KeyboardInterrupt
+            for process in list(running):
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if ended:
+                    status_of_rank[running.pop(process)] = os.waitstatus_to_exitcode(status)
+            if to_the_first and any(status_of_rank.values()):
+                return status_of_rank
+            time.sleep(0.005)
+        status_of_rank.update(dict.fromkeys(running.values(), LATE))
+        return status_of_rank
+    finally:
+        for process in running:
+            os.kill(process, signal.SIGKILL)
+        for process in running:
+            os.waitpid(process, 0)
+
+
+def run_scripts(
+    world: int, body: Callable[..., Any], *args: Any, runs: int = 1, timeout: float = 40
+) -> list[list[str]]:
+    """Call ``body(rank, *args)`` as scripts of a user's; give what each rank of each run printed.
+
+    Nobody waits at the end: what ``body`` raises ends its process as it ends a script's, with the
+    interpreter's own tidying, and rank 0 takes the store along. ``body`` is a module's function.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        call = Path(directory, "call")
+        call.write_bytes(pickle.dumps((world, body, args, runs, timeout)))
+        code = f"import sys; sys.path[:0] = {sys.path!r}; from tests.support.forked import _scripts"
+        command = [sys.executable, "-c", f"{code}; _scripts({str(call)!r})"]
+        subprocess.run(command, check=True, timeout=runs * timeout + 60)
+        return [
+            [own_lines(Path(directory, f"{run}.{rank}").read_text()) for rank in range(world)]
+            for run in range(runs)
+        ]
+
+
+def _scripts(call: str) -> None:
+    world, body, args, runs, timeout = pickle.loads(Path(call).read_bytes())
+    for run in range(runs):
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(world)
+        children = {}
+        for rank in range(world):
+            printed = Path(call).with_name(f"{run}.{rank}").open("wb")
+            pid = os.fork()
+            if pid == 0:
+                for stream in (1, 2):
+                    os.dup2(printed.fileno(), stream)
+                _start(rank, world, listener, "gloo")
+                body(rank, *args)
+                sys.exit()
+            children[pid] = rank
+            printed.close()
+        listener.close()
+        statuses(children, timeout)
 
 
 @contextmanager
@@ -209,72 +284,6 @@ def fork_logged(body: Callable[[], object], log: Path, **environment: object) ->
     finally:
         sys.stdout.flush()
         os._exit(status)
-
-
-def statuses(children: dict[int, int], seconds: float) -> dict[int, int]:
-    """Exit status of each rank of ``children``, 1000 of those that do not end in time.
-
-    ``children`` has the rank of each process id. Those that do not end are killed.
-    """
-    status_of_rank = {}
-    running = dict(children)
-    deadline = time.monotonic() + seconds
-    while running and time.monotonic() < deadline:
-        for process in list(running):
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if ended:
-                status_of_rank[running.pop(process)] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    for process, rank in running.items():
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        status_of_rank[rank] = 1000
-    return status_of_rank
-
-
-def run_scripts(
-    world: int, body: Callable[..., Any], *args: Any, runs: int = 1, timeout: float = 40
-) -> list[list[str]]:
-    """Call ``body(rank, *args)`` as scripts of a user's; give what each rank of each run printed.
-
-    Nobody waits at the end: what ``body`` raises ends its process as it ends a script's, with the
-    interpreter's own tidying, and rank 0 takes the store along. ``body`` is a module's function.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        call = Path(directory, "call")
-        call.write_bytes(pickle.dumps((world, body, args, runs, timeout)))
-        code = f"import sys; sys.path[:0] = {sys.path!r}; from tests.support.forked import _scripts"
-        command = [sys.executable, "-c", f"{code}; _scripts({str(call)!r})"]
-        subprocess.run(command, check=True, timeout=runs * timeout + 60)
-        return [
-            [own_lines(Path(directory, f"{run}.{rank}").read_text()) for rank in range(world)]
-            for run in range(runs)
-        ]
-
-
-def _scripts(call: str) -> None:
-    world, body, args, runs, timeout = pickle.loads(Path(call).read_bytes())
-    for run in range(runs):
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(world)
-        children = {}
-        for rank in range(world):
-            printed = Path(call).with_name(f"{run}.{rank}").open("wb")
-            pid = os.fork()
-            if pid == 0:
-                for stream in (1, 2):
-                    os.dup2(printed.fileno(), stream)
-                _start(rank, world, listener, "gloo")
-                body(rank, *args)
-                sys.exit()
-            children[pid] = rank
-            printed.close()
-        listener.close()
-        _wait(children, time.monotonic() + timeout)
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 def _start(rank: int, world: int, listener: socket.socket, backend: str) -> dist.Store:
@@ -344,21 +353,3 @@ def _child(
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
-
-
-def _wait(children: dict[int, int], deadline: float, to_the_first: bool = False) -> dict[int, str]:
-    lost: dict[int, str] = {}
-    while children and not (lost and to_the_first):
-        if SIGNALS:
-            raise KeyboardInterrupt
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in children:
-            rank = children.pop(pid)
-            if status:
-                lost[rank] = f"ended with status {status}"
-        elif time.monotonic() > deadline:
-            lost.update(dict.fromkeys(children.values(), "did not finish in time"))
-            break
-        else:
-            time.sleep(0.005)
-    return lost

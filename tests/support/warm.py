@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.support import ROOT
+from tests.support import ROOT, own_lines
 
 PRELOADED = (
     *("torch", "torch.distributed", "torch.testing._internal.distributed.fake_pg"),
@@ -49,8 +49,7 @@ def run(
         print(json.dumps(request), file=server.stdin, flush=True)
         status = int(server.stdout.readline())
         out, error = (stream.read_text() for stream in streams)
-        printed = "".join(x for x in out.splitlines(True) if not x.startswith("[Gloo] Rank"))
-        return subprocess.CompletedProcess(arguments, status, printed, error)
+        return subprocess.CompletedProcess(arguments, status, own_lines(out), error)
 
 
 @functools.cache
