@@ -103,27 +103,17 @@ def test_a_split_group_has_the_hooks_that_torch_attaches_to_its_own(rank):
     assert group not in c10d._world.pg_flight_recorder_hooks
 
 
+@pytest.mark.parametrize("window", [4, 2])
 @on_ranks(4, backend="")
-def test_with_connect_lazy_members_alone_create_and_nothing_is_split_or_connected(rank):
+def test_with_connect_lazy_members_alone_create_and_nothing_is_split_or_connected(rank, window):
     start(rank, 4)
-    ps.initialize_model_parallel(**LAYOUT, connect="lazy")
+    ranks = {"local_world_size": window, "rank_offset": rank // window * window}
+    ps.initialize_model_parallel(**LAYOUT, **ranks, connect="lazy")
     state = ps.current_state()
     assert state.pool.agreement.way == "members"
     assert {how for how, *_ in calls} == {"new"} and {call[2] for call in calls} == {True}
     assert sorted(ranks_by("new")) == sorted(pooled.ranks for pooled in state.pool.groups)
     assert all(creation.connects_later(p.group) == (len(p.ranks) > 1) for p in state.pool.groups)
-
-
-@on_ranks(4, backend="")
-def test_options_that_are_given_are_copied_and_only_wait_in_addition(rank):
-    start(rank, 4)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = 8
-    half = [rank // 2 * 2, rank // 2 * 2 + 1]
-    group = creation.by_members("A", half, "epoch", pg_options=options)
-    copied = group._get_backend(torch.device("cuda")).given_options
-    assert copied.lazy_init and copied.is_high_priority_stream and copied.config.max_ctas == 8
-    assert not options.lazy_init and options.group_name == ""
 
 
 @on_ranks(4, backend="")
@@ -141,22 +131,19 @@ def test_members_alone_are_refused_with_connect_torch_and_connected_with_eager(r
 
 
 @on_ranks(4, backend="")
-def test_a_window_needs_connect_lazy(rank):
-    start(rank, 4)
-    window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
-    with pytest.raises(RuntimeError, match=r"a window of 2 of 4 ranks.*connect='lazy'"):
-        ps.initialize_model_parallel(**LAYOUT, **window)
-    ps.initialize_model_parallel(**LAYOUT, **window, connect="lazy")
-
-
-@on_ranks(4, backend="")
 def test_off_an_unbound_default_group_it_connects_at_once_by_its_members_or_later(rank):
     join(rank, 4)
     half = [rank // 2 * 2, rank // 2 * 2 + 1]
-    at_once = creation.by_members("A", half, "epoch", backend="nccl")
-    later = creation.by_members("B", half, "epoch", True, backend="nccl")
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    how = {"backend": "nccl", "pg_options": options}
+    at_once = creation.by_members("A", half, "epoch", **how)
+    later = creation.by_members("B", half, "epoch", True, **how)
     assert [call[2] for call in calls] == [False, True] and not ranks_by("split")
     assert [creation.connects_later(group) for group in (at_once, later)] == [False, True]
+    # Each group has a copy of the options that were given.
+    copied = later._get_backend(torch.device("cuda")).given_options
+    assert copied.lazy_init and copied.is_high_priority_stream
+    assert not options.lazy_init and options.group_name == ""
 
 
 @pytest.mark.parametrize("name", ["nccl", "NCCL", "nccl2", "nccl-lazy", "cpu:gloo,cuda:nccl2"])

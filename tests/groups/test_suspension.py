@@ -2,11 +2,10 @@
 
 import time
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from compat.state import ParallelState
 from hypergrid import AgreementError, HyperCommGrid
@@ -46,19 +45,15 @@ def test_groups_of_gloo_are_kept_open_and_are_the_same_objects(rank):
 
 @on_ranks(4)
 def test_another_way_is_refused_on_all_ranks_with_what_to_do_instead(rank):
-    how = "close"
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     grid.create_pg("tp")
-    text = refusal_of(lambda: grid.suspend(how), ValueError)
-    assert f"invalid value for how: {how!r}; allowed: native, keep." in text
-    assert "destroy them, and initialise again" in text
-    # One rank alone: the others do not wait for it.
     if rank == 2:
-        refusal_of(lambda: grid.suspend(how), ValueError)
-    else:
+        text = refusal_of(lambda: grid.suspend("close"), ValueError)
+    else:  # who does not wait for that rank
         text = refusal_of(grid.suspend, AgreementError)
-        assert "rank 2 refused" in text and "allowed: native, keep." in text
-    assert grid.pool.suspended is None
+        assert "rank 2 refused" in text
+    assert "invalid value for how: 'close'; allowed: native, keep." in text
+    assert "destroy them, and initialise again" in text
     assert grid.suspend("keep") == {"gloo": Suspended("keep", 1, 0)}
 
 
@@ -88,20 +83,32 @@ def test_if_one_rank_cannot_all_raise_and_what_was_suspended_is_awake(rank):
 def test_ranks_that_ask_for_different_things_say_so_before_a_group_is_suspended(rank):
     calls = []
     backends.native(calls, [])
-    first = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
-    second = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
-    other = HyperCommGrid([2, 2], ["tp", "dp"], backend="native")
-    for grid, dims in ((first, "tp"), (second, "tp"), (other, "dp")):
-        grid.create_pg(dims)
-    text = refusal_of(lambda: first.suspend("keep" if rank == 3 else "native"), AgreementError)
-    assert "suspend is 'keep' on rank 3 and 'native' on rank 0" in text
-    text = refusal_of((other if rank == 3 else first).suspend, AgreementError)
-    assert "groups is 'dp' on rank 3 and 'tp' on rank 0" in text
-    # The labels are equal, the groups are not.
-    text = refusal_of((second if rank == 3 else first).suspend, AgreementError)
-    assert "epoch is" in text and "on rank 3" in text
-    assert calls == []
-    assert all(grid.pool.suspended is None for grid in (first, second, other))
+    grids = []
+    for dims in ("tp", "tp", "dp"):
+        grids.append(HyperCommGrid([2, 2], ["tp", "dp"], backend="native"))
+        grids[-1].create_pg(dims)
+    for number_on_rank_3, how_on_rank_3, says in (
+        (0, "keep", "suspend is 'keep' on rank 3 and 'native' on rank 0"),
+        (1, "native", "epoch is '0..3/1' on rank 3"),  # an equal label, and another group
+        (2, "native", "groups is 'dp' on rank 3 and 'tp' on rank 0"),
+    ):
+        grid = grids[number_on_rank_3 if rank == 3 else 0]
+        how = how_on_rank_3 if rank == 3 else "native"
+        assert says in refusal_of(partial(grid.suspend, how), AgreementError)
+        assert calls == [] and grid.pool.suspended is None
+
+
+@on_ranks(2)
+def test_a_group_that_one_rank_has_never_used_frees_nothing_there_and_is_no_error(rank):
+    calls = []
+    never_used = "NCCL communicator not initialized."  # torch's words
+    backends.native(calls, [], lambda number: rank == 1 and never_used)
+    grid = HyperCommGrid([2], ["dp"], backend="native")
+    dp = grid.create_pg("dp")
+    count = 1 - rank
+    assert grid.suspend() == {"native": Suspended("native", count, 1000 * count)}
+    grid.resume()
+    assert len(calls) == 2 * count and total(dp) == 2
 
 
 @on_ranks(2)
@@ -122,10 +129,7 @@ def test_a_backend_that_cannot_resume_is_an_error_and_resume_goes_on_with_it(ran
 @on_ranks(4)
 def test_ranks_without_a_group_of_some_labels_agree_with_those_that_have_one(rank):
     state = ParallelState.create(pipeline_model_parallel_size=4)
-    has_embedding = state._EMBEDDING_GROUP is not None
-    assert has_embedding == (rank in (0, 3))
-    assert state.suspend()["gloo"].how == "keep"
-    state.resume()
+    assert (state._EMBEDDING_GROUP is not None) == (rank in (0, 3))
     state.create_all_gather_groups()
     state.grid.create_pg("tp-pp-dp")
     assert state.suspend()["gloo"].how == "keep"
@@ -136,17 +140,13 @@ def test_ranks_without_a_group_of_some_labels_agree_with_those_that_have_one(ran
 def test_a_backend_without_suspension_is_an_error_on_all_and_the_groups_work_on(rank):
     backends.register("plain", [])
     join(rank, 4, backend="plain")
-    state = ParallelState.create(tensor_model_parallel_size=2)
-    tp = state.get_tensor_model_parallel_group()
-    text = refusal_of(state.suspend)
-    assert "could not suspend" in text and "destroy them, and initialise again" in text
-    assert state.get_tensor_model_parallel_group() is tp and total(tp) == 2
-    assert "suspended" not in repr(state)
-    report = state.suspend("keep")
-    assert report["plain"].how == report["gloo"].how == "keep"
-    assert "suspended" in repr(state) and total(tp) == 2
-    state.destroy()
-    assert len(open_groups()) == 1
+    grid = HyperCommGrid([2, 2], ["tp", "dp"])
+    tp = grid.create_pg("tp")
+    text = refusal_of(grid.suspend)
+    assert "could not suspend tp" in text and "destroy them, and initialise again" in text
+    assert grid.get_pg("tp") is tp and total(tp) == 2
+    assert grid.suspend("keep") == {"plain": Suspended("keep", 1)}
+    assert total(tp) == 2
 
 
 @on_ranks(4, backend="")
@@ -155,26 +155,27 @@ def test_a_native_state_answers_with_the_same_groups_meanwhile_and_afterwards(ra
     backends.native(calls, [])
     join(rank, 4, backend="native")
     state = ParallelState.create(tensor_model_parallel_size=2)
-    tp, mp = state.get_tensor_model_parallel_group(), state.get_model_parallel_group()
-    listed = [*state._global_process_group_list]
+    other_state = ParallelState.create()
+    groups = open_groups()
+    tp = state.get_tensor_model_parallel_group()
     for _ in range(2):
         calls.clear()
         report = state.suspend()
         assert report["native"].how == "native" and report["gloo"].how == "keep"
         assert report["native"].freed == 1000 * report["native"].communicators == 1000 * len(calls)
-        assert state.get_tensor_model_parallel_group() is tp
+        assert repr(state).endswith("ranks 0..3), suspended)")
+        assert state.get_tensor_model_parallel_group() is tp and open_groups() == groups
         assert state.get_tensor_model_parallel_rank() == rank % 2
-        gradient = torch.ones(1)
-        dist.all_reduce(gradient, group=state.get_data_parallel_group_gloo())
-        assert gradient.item() == 2
+        assert total(state.get_data_parallel_group_gloo()) == 2
+        assert "is not suspended" in refusal_of(other_state.resume)
         state.resume()
-        assert state.get_tensor_model_parallel_group() is tp
-        assert state.get_model_parallel_group() is mp and total(tp) == 2
-        assert state._global_process_group_list == listed
-        half = len(calls) // 2
-        assert [number for _, number in calls[:half]] == [number for _, number in calls[half:]]
+        assert state.get_tensor_model_parallel_group() is tp and total(tp) == 2
+        suspended = [number for operation, number in calls if operation == "suspend"]
+        resumed = [number for operation, number in calls if operation == "resume"]
+        assert suspended == resumed
+    state.suspend()
     state.destroy()
-    assert len(open_groups()) == 1
+    assert "no groups to suspend" in refusal_of(state.suspend)
 
 
 @on_ranks(2)
