@@ -1,43 +1,31 @@
 """Ranks agree before they create: nobody waits in vain, and all say the same."""
 
 import random
-import re
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from compat import hyper_comm_grid, members_only
+from compat import members_only
 from compat import parallel_state as ps
+from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.physicsnemo import DistributedManager
 from hypergrid import AgreementError, CreationError, EnvironmentTable, HyperCommGrid
-from hypergrid.agreement.commit import Phase, _Memory, _Round, all_or_none
+from hypergrid.agreement.commit import Phase, _Memory, _Round
 from hypergrid.agreement.reports import clear_before
 from hypergrid.policy import Abilities, Policy
+from tests.support import table
 from tests.support.forked import from_all, on_ranks, open_groups, total
 
 # The model: ranks are threads over one store, and random pauses decide who comes first.
 
 WORLD = 4
-HERE = threading.local()
-
-
-@pytest.fixture(autouse=True)
-def rank_of_this_thread():
-    def get_rank(group=None, of_torch=dist.get_rank):
-        if hasattr(HERE, "rank"):
-            return HERE.rank
-        return of_torch(group)
-
-    with mock.patch.object(dist, "get_rank", get_rank):
-        yield
+ONE_AT_A_TIME = threading.Lock()
 
 
 class MinimalStore(dist.Store):
@@ -45,27 +33,20 @@ class MinimalStore(dist.Store):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.kept = dist.HashStore()
+        self.hash_store = dist.HashStore()
         self.random = random.Random(seed)
 
-    def _pause(self):
+
+def after_a_pause(operation):
+    def call(self, *arguments):
         time.sleep(self.random.random() / 500)
-        return self.kept
+        return getattr(self.hash_store, operation)(*arguments)
 
-    def set(self, key, value):
-        self._pause().set(key, value)
+    return call
 
-    def get(self, key):
-        return self._pause().get(key)
 
-    def add(self, key, amount):
-        return self._pause().add(key, amount)
-
-    def check(self, keys):
-        return self._pause().check(keys)
-
-    def wait(self, keys, timeout=timedelta(seconds=5)):
-        self._pause().wait(keys, timeout)
+for operation in ("set", "get", "add", "check", "wait"):
+    setattr(MinimalStore, operation, after_a_pause(operation))
 
 
 class Rank:
@@ -77,63 +58,49 @@ class Rank:
         self.ranks = range(world)
         self.memory = _Memory()
 
-    def arrive(self, proposal=None, abilities=None):
-        HERE.rank = self.rank
-        self.round = _Round(self.store, self.ranks, self.memory)
-        del HERE.rank
-        self.round.arrive(proposal or {"tp": 2}, abilities or Abilities(), Policy())
+    def arrive(self, proposal=None):
+        with ONE_AT_A_TIME, mock.patch.object(dist, "get_rank", return_value=self.rank):
+            self.round = _Round(self.store, self.ranks, self.memory)
+        self.round.arrive(proposal or {"tp": 2}, Abilities(), Policy())
         return self
 
     def outcome(self, seconds=1.0):
         return self.round.outcome(timedelta(seconds=seconds))
 
     def live(self, behaviour, seconds, pause):
-        """One round and the creation after it; gives the epoch, or the error that is heard."""
+        """One round; gives the error that is heard, or the epoch."""
         time.sleep(pause)
-        proposal = {"tp": 4} if behaviour == "differs" else {"tp": 2}
+        proposal = {"tp": 4 if behaviour == "differs" else 2}
         if behaviour == "refuses":
             proposal = {"refused": f"ValueError: no rank {self.rank}"}
-        self.arrive(proposal, Abilities("slow") if behaviour == "slow" else None)
+        self.arrive(proposal)
         if behaviour == "refuses":
             self.round.report()
         outcome = self.outcome(seconds)
-        if "error" in outcome:
-            return outcome["error"]
-        HERE.rank = self.rank
-        try:
-            with all_or_none(self.store, outcome["epoch"], self.ranks, timedelta(seconds=20)):
-                if behaviour == "fails":
-                    raise CreationError(f"no memory on rank {self.rank}")
-        except CreationError as error:
-            return re.search(r"no memory on rank \d", str(error))[0]
-        finally:
-            del HERE.rank
-        return outcome["epoch"], outcome["way"]
+        return outcome.get("error") or outcome["epoch"]
 
 
-def heard_by_all(ranks, behaviours, pauses):
+def heard_by_all(ranks, behaviours, chance):
     """What each rank that comes hears in a round; each lives in a thread."""
-    coming = [rank for rank in ranks if behaviours[rank.rank] != "is missing"]
-    seconds = 20 if len(coming) == len(ranks) else 0.3
-    with ThreadPoolExecutor(len(coming)) as threads:
-        lives = []
-        for rank in coming:
-            behaviour = behaviours[rank.rank]
-            lives.append(threads.submit(rank.live, behaviour, seconds, pauses.random() / 50))
-        return {life.result() for life in lives}
+    lives = []
+    seconds = 0.3 if "is missing" in behaviours else 20
+    with ThreadPoolExecutor(WORLD) as threads:
+        for rank, behaviour in zip(ranks, behaviours, strict=True):
+            if behaviour != "is missing":
+                lives.append(threads.submit(rank.live, behaviour, seconds, chance.random() / 50))
+    return {life.result() for life in lives}
 
 
 SAYS = {
     "differs": "tp is 4 on rank {} and 2 on rank",
     "refuses": "rank {} refused its arguments, so no rank of 0..3 created a group: ValueError",
     "is missing": "1 of 4 ranks ({}",
-    "fails": "no memory on rank {}",
 }
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["hash", "file", "minimal"])
-def test_one_text_for_all_all_or_none_and_the_next_round_works(kind, seed, tmp_path):
+def test_one_text_for_all_and_the_next_round_works(kind, seed, tmp_path):
     stores = {
         "hash": dist.HashStore,
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
@@ -142,21 +109,18 @@ def test_one_text_for_all_all_or_none_and_the_next_round_works(kind, seed, tmp_p
     store = stores[kind]()
     chance = random.Random(seed)
     ranks = [Rank(store, rank) for rank in range(WORLD)]
-    keys = []
+    key_counts = set()
     for fault in chance.sample([*SAYS], len(SAYS)):
         odd = chance.randrange(1, WORLD)
         behaviours = ["agrees"] * WORLD
         behaviours[odd] = fault
         (heard,) = heard_by_all(ranks, behaviours, chance)
         assert SAYS[fault].format(odd) in heard
-        for behaviour, expected_way in (("slow", "everyone"), ("agrees", "members")):
-            behaviours[odd] = behaviour
-            ((epoch, way),) = heard_by_all(ranks, behaviours, chance)
-            assert way == expected_way  # what one rank cannot do is done by none
+        (epoch,) = heard_by_all(ranks, ["agrees"] * WORLD, chance)
         clear_before(store, epoch)
         if kind != "minimal":  # which cannot delete
-            keys.append(store.num_keys())
-    assert len({*keys}) <= 1, keys
+            key_counts.add(store.num_keys())
+    assert len(key_counts) <= 1
 
 
 # A process that takes the place of a dead one.
@@ -164,7 +128,7 @@ def test_one_text_for_all_all_or_none_and_the_next_round_works(kind, seed, tmp_p
 
 def test_a_fresh_process_in_a_dead_ones_place_is_counted_once():
     store = dist.HashStore()
-    Rank(store, 1, 3).arrive()  # and dies
+    Rank(store, 1, 3).arrive({"tp": 4})  # and dies: what it proposed is forgotten
     ranks = [Rank(store, 0, 3).arrive(), Rank(store, 1, 3).arrive()]
     assert not store.check(["hypergrid/0..2/0/prepare/outcome"])
     ranks.append(Rank(store, 2, 3).arrive())
@@ -173,13 +137,6 @@ def test_a_fresh_process_in_a_dead_ones_place_is_counted_once():
         rank.memory = _Memory()
         rank.arrive()
     assert {rank.outcome()["epoch"] for rank in ranks} == {"0..2/1"}
-
-
-def test_what_a_dead_process_said_is_forgotten():
-    store = dist.HashStore()
-    Rank(store, 1, 3).arrive({"tp": 4})
-    ranks = [Rank(store, rank, 3).arrive() for rank in range(3)]
-    assert all("error" not in rank.outcome() for rank in ranks)
 
 
 def test_a_process_in_the_place_of_the_last_that_arrived_finds_its_round_decided():
@@ -206,110 +163,53 @@ def test_what_a_rank_decided_holds_though_it_ended_before_it_published():
 # Every interface, on real ranks.
 
 
-class Interface(NamedTuple):
-    """One call of an interface, which one rank makes differently."""
-
-    call: Callable[[bool], object]  # with whether this rank is the odd one
-    says: str
-    raises: type[Exception] | None = None  # what the odd rank raises if it refuses its arguments
-
-
-def asked_of_a_manager(size, name="pairs"):
-    if not DistributedManager.is_initialized():
-        DistributedManager.setup(rank=dist.get_rank(), world_size=4, local_rank=0)
-    DistributedManager().create_process_subgroup(name, size)
-
-
-def initialized_with_a_function_replaced(odd):
+def initialize_with_a_function_replaced(odd):
     original = ps.create_group
     wrapper = lambda *args, **kwargs: original(*args, **kwargs)  # noqa: E731
     with mock.patch.object(ps, "create_group", wrapper if odd else original):
         ps.initialize_model_parallel(2)
 
 
+def subgroup_of_a_manager(size, name="pairs"):
+    if not DistributedManager.is_initialized():
+        DistributedManager.setup(rank=dist.get_rank(), world_size=4, local_rank=0)
+    DistributedManager().create_process_subgroup(name, size)
+
+
 INTERFACES = {
-    "a policy": Interface(
-        lambda odd: ps.initialize_model_parallel(share="all" if odd else "none"),
-        "share is 'all' on rank 2 and 'none' on rank 0",
-    ),
-    "a replaced function": Interface(
-        initialized_with_a_function_replaced,
-        "replaced in parallel_state is 'create_group' on rank 2 and None on rank 0",
-    ),
-    "a grid": Interface(
-        lambda odd: HyperCommGrid([4, 1] if odd else [2, 2], ["tp", "dp"]).create_pg("tp"),
-        "tp=4-dp=1, ranks 0..3)' on rank 2",
-    ),
-    "megatron-core's grid": Interface(
-        lambda odd: hyper_comm_grid.HyperCommGrid(
-            [4, 1] if odd else [2, 2], ["tp", "dp"]
-        ).create_pg("tp"),
-        "on rank 2",
-    ),
-    "a group of a table": Interface(
-        lambda odd: EnvironmentTable().create_process_group("x", [0, 3 if odd else 1]),
-        "ranks is ['0,3'] on rank 2 and ['0..1'] on rank 0",
-    ),
-    "a group of a manager": Interface(
-        lambda odd: asked_of_a_manager(2, "others" if odd else "pairs"),
-        "group others is",
-    ),
-    "sizes": Interface(
-        lambda odd: ps.initialize_model_parallel(3 if odd else 2),
-        "world size 4 is not divisible by tensor_model_parallel_size=3",
-        RuntimeError,
-    ),
-    "a window": Interface(
-        lambda odd: ps.initialize_model_parallel(2, rank_offset="0" if odd else 0),
-        "offset",
-        TypeError,
-    ),
-    "ranks of a table": Interface(
-        lambda odd: EnvironmentTable().create_process_group("x", [0, 9 if odd else 1]),
-        "of 0 to 3",
-        ValueError,
-    ),
-    "a mesh of a table": Interface(
-        lambda odd: EnvironmentTable().create_device_mesh("m", (2, 3 if odd else 2), ("a", "b")),
-        "has 6 ranks",
-        ValueError,
-    ),
-    "a cut of a manager": Interface(
-        lambda odd: asked_of_a_manager(3 if odd else 2),
-        "groups of 4 ranks cannot be cut into groups of 3",
-        AssertionError,
-    ),
+    "ps": ps,
+    "initialize_with_a_function_replaced": initialize_with_a_function_replaced,
+    "HyperCommGrid": HyperCommGrid,
+    "MegatronGrid": MegatronGrid,
+    "EnvironmentTable": EnvironmentTable,
+    "subgroup_of_a_manager": subgroup_of_a_manager,
 }
-DIFFERING = [name for name, interface in INTERFACES.items() if interface.raises is None]
-REFUSING = [name for name, interface in INTERFACES.items() if interface.raises is not None]
 
 
-@pytest.mark.parametrize("interface", DIFFERING)
+@pytest.mark.parametrize(("call", "says"), table("agreement/differences.txt"))
 @on_ranks(4)
-def test_ranks_that_ask_for_different_things_all_say_so_and_the_next_call_works(rank, interface):
-    call, says, _ = INTERFACES[interface]
+def test_ranks_that_ask_for_different_things_all_say_so_and_the_next_call_works(rank, call, says):
     with pytest.raises(AgreementError) as raised:
-        call(rank == 2)
+        eval(call, INTERFACES, {"odd": rank == 2})
     (text,) = {*from_all(str(raised.value))}
     assert says in text
     assert len(open_groups()) == 1
-    call(False)
+    eval(call, INTERFACES, {"odd": False})
 
 
-@pytest.mark.parametrize("interface", REFUSING)
+@pytest.mark.parametrize(("call", "error", "says"), table("agreement/refusals.txt"))
 @on_ranks(4)
-def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting(rank, interface):
-    call, says, refusal = INTERFACES[interface]
+def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting(rank, call, error, says):
     start = time.monotonic()  # of 30 minutes
-    with pytest.raises(refusal if rank == 2 else AgreementError, match=re.escape(says)) as raised:
-        call(rank == 2)
+    with pytest.raises(eval(error) if rank == 2 else AgreementError, match=says) as raised:
+        eval(call, INTERFACES, {"odd": rank == 2})
     assert time.monotonic() - start < 20
     texts = from_all(str(raised.value))
     del texts[2]
     (text,) = {*texts}
     assert text.startswith("rank 2 refused its arguments")
     assert len(open_groups()) == 1
-    call(False)
+    eval(call, INTERFACES, {"odd": False})
 
 
 @on_ranks(8)
@@ -342,25 +242,6 @@ def test_an_error_on_every_rank_is_short_and_names_the_first_to_fail(rank):
 
 
 @on_ranks(4, timeout=90)
-def test_a_rank_that_others_only_waited_for_names_its_own_failure(rank):
-    def connects_in_vain(*args, **kwargs):
-        time.sleep(8)  # the others wait five seconds for its address
-        raise RuntimeError("no route to host")
-
-    create = connects_in_vain if rank == 2 else c10d.ProcessGroupGloo.__init__
-    with (
-        mock.patch.object(c10d.ProcessGroupGloo, "__init__", create),
-        pytest.raises(CreationError) as raised,
-    ):
-        HyperCommGrid([4], ["tp"]).create_pg("tp", timeout=timedelta(seconds=10))
-    text = str(raised.value)
-    if rank == 2:
-        assert "no route to host" in text and "first to fail" not in text
-    else:
-        assert "ranks 2 published no address to connect to" in text and "keys" not in text
-
-
-@on_ranks(4, timeout=90)
 def test_where_ranks_wait_for_one_that_waits_itself_all_name_the_one_at_the_end(rank):
     create = c10d.ProcessGroupGloo.__init__
 
@@ -378,5 +259,8 @@ def test_where_ranks_wait_for_one_that_waits_itself_all_name_the_one_at_the_end(
         pytest.raises(CreationError) as raised,
     ):
         ps.initialize_model_parallel(2, distributed_timeout_minutes=0.1)
-    cause = "ranks 0 published no address" if rank else "no route to host"
-    assert cause in str(raised.value)
+    text = str(raised.value)
+    if rank == 0:
+        assert "no route to host" in text and "first to fail" not in text
+    else:
+        assert "ranks 0 published no address to connect to" in text and "keys" not in text

@@ -1,6 +1,5 @@
 """hypergrid.abort(): one rank leaves its groups, whatever the others do, and can begin again."""
 
-import functools
 import os
 import selectors
 import signal
@@ -30,7 +29,7 @@ from hypergrid.groups import creation, gloo
 from hypergrid.policy import Policy
 from tests.support import forked
 from tests.support.backends import SPLITS
-from tests.support.forked import from_all, on_ranks, open_groups, total
+from tests.support.forked import descriptors, from_all, on_ranks, open_groups, total
 
 
 @contextmanager
@@ -190,18 +189,20 @@ def leaves_torchs_creation(rank, new_group, within):
         assert total(make("fourth")) == 3
 
 
-@pytest.mark.parametrize("batches", [None, "0"])
+@pytest.mark.parametrize("batches", [{}, {"GLOO_ENABLE_STORE_V2_API": "0"}], ids=str)
 @on_ranks(3)
 def test_a_rank_that_waits_in_torchs_creation_for_an_address_comes_out(rank, batches):
-    batches = {} if batches is None else {"GLOO_ENABLE_STORE_V2_API": batches}
-    with mock.patch.dict(os.environ, batches):
-        leaves_torchs_creation(rank, fails, within=5)
+    os.environ.update(batches)
+    leaves_torchs_creation(rank, fails, within=5)
+
+
+# Gloo takes five times this timeout.
+A_SECOND = mock.patch.object(creation, "creation_timeout", return_value=timedelta(seconds=1))
 
 
 @on_ranks(3)
 def test_a_rank_that_waits_in_torchs_creation_for_a_connection_comes_out_after_the_timeout(rank):
-    second = timedelta(seconds=1)  # of which gloo takes five
-    with mock.patch.object(creation, "creation_timeout", return_value=second):
+    with A_SECOND:
         leaves_torchs_creation(rank, publishes_and_fails, within=15)
 
 
@@ -209,8 +210,7 @@ def test_a_rank_that_waits_in_torchs_creation_for_a_connection_comes_out_after_t
 def test_a_rank_that_waits_in_a_group_that_has_not_connected_comes_out_after_its_timeout(rank):
     os.environ["HYPERGRID_CONNECT"] = "lazy"
     grid = HyperCommGrid([2], ["dp"])
-    second = timedelta(seconds=1)  # of which gloo takes five
-    with mock.patch.object(creation, "creation_timeout", return_value=second):
+    with A_SECOND:
         group = grid.create_pg("dp", timeout=timedelta(seconds=5))
     if rank == 0:
         start = time.monotonic()
@@ -246,39 +246,16 @@ def test_an_abort_after_a_group_failed_to_connect_does_not_end_the_process(rank,
 @on_ranks(3)
 def test_groups_that_stay_are_not_shut_with_those_that_go(rank):
     with creating() as (pool, make):
-        for label in ("first", "second", "third"):
-            make(label)
-        before = pool._contents()
-        make("rolled back")
-        from_all(None)
-        pool._roll_back(before)
-        from_all(None)
+        groups = [make("first"), make("second"), make("third")]
     pool.destroy(keep=2, abort=True)
     from_all(None)
-    first, second = (pooled.group for pooled in pool.groups)
-    assert total(first) == total(second) == 3
-    pool.close([first], abort=True)
+    assert total(groups[0]) == total(groups[1]) == 3
+    pool.close(groups[:1], abort=True)
     from_all(None)
-    assert total(second) == 3
+    assert total(groups[1]) == 3
     if rank < 2:
         with aborted_by_a_thread(), pytest.raises(FREED):
-            total(second)
-    from_all(None)
-
-
-@pytest.mark.parametrize("first", ["used", "not used"])
-@on_ranks(3)
-def test_the_default_group_is_left_too_if_asked_and_can_be_destroyed(rank, first):
-    from_all(None)  # every rank has finished connecting
-    if first == "used":
-        ps.initialize_model_parallel()
-    if rank < 2:
-        with aborted_by_a_thread(default=True), pytest.raises(FREED):
-            total()
-    else:
-        hypergrid.abort(default=True)
-    assert not dist.is_initialized() and not open_groups()
-    assert hypergrid.abort(default=True) == ((), 0)
+            total(groups[1])
     from_all(None)
 
 
@@ -292,15 +269,12 @@ def test_sockets_that_are_not_those_of_its_groups_stay_open(rank):
         return dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=20))
 
     with socket.create_server(("127.0.0.1", 0)) as server, selectors.EpollSelector() as selector:
-        selector.register(server, selectors.EVENT_READ)
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
-        selector.register(accepted, selectors.EVENT_READ)
-        pair = socket.socketpair()
+        for registered in (server, accepted):
+            selector.register(registered, selectors.EVENT_READ)
         groups = [separate_group("before"), group_of_outside_code()]
         ps.initialize_model_parallel()
-        grid = HyperCommGrid([2], ["dp"])
-        grid.create_pg("dp")
         groups += [separate_group("after"), group_of_outside_code()]
         from_all(None)
         assert "DATA_PARALLEL_GROUP" in hypergrid.abort(default=True).groups
@@ -309,17 +283,14 @@ def test_sockets_that_are_not_those_of_its_groups_stay_open(rank):
             ones = torch.ones(1)
             group.allreduce([ones]).wait()
             assert ones.item() == 2
-        for sender, receiver in [(client, accepted), (accepted, client), pair]:
-            sender.sendall(b"here")
-            assert receiver.recv(10) == b"here"
+        client.sendall(b"here")
+        assert accepted.recv(10) == b"here"
         assert len({*from_all(os.getpid())}) == 2  # through the store
         with pytest.raises(ValueError, match="not been initialized"):
             total()
 
 
-@on_ranks(2)
-def test_a_descriptor_that_is_now_another_socket_is_left_alone(rank):
-    ps.initialize_model_parallel()
+def test_a_descriptor_that_is_now_another_socket_is_left_alone():
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
@@ -330,15 +301,12 @@ def test_a_descriptor_that_is_now_another_socket_is_left_alone(rank):
         assert accepted.recv(10) == b"here"
         assert gloo._shut(client.fileno(), inode)
         assert accepted.recv(10) == b""
-    assert total(ps.get_data_parallel_group()) == 2
 
 
 @pytest.mark.parametrize("how", ["abort", "abort, default too", "destroy by abort", "destroy"])
 @on_ranks(2)
 def test_a_forked_child_ends_nothing_of_its_parents_groups_and_survives(rank, how):
     ps.initialize_model_parallel()
-    grid = HyperCommGrid([2], ["dp"])
-    grid.create_pg("dp")
     total()
     pid = os.fork()
     if pid == 0:
@@ -353,90 +321,71 @@ def test_a_forked_child_ends_nothing_of_its_parents_groups_and_survives(rank, ho
                 HyperCommGrid([1], ["dp"]).create_pg("dp")
                 assert hypergrid.abort(default=True).groups == ("dp",)
             else:
-                grid.destroy(abort=how == "destroy by abort")
                 ps.destroy_model_parallel(abort=how == "destroy by abort")
             if how != "abort, default too":
                 assert open_groups() == [dist.group.WORLD]
-            assert not grid.groups and not ps.model_parallel_is_initialized()
+            assert not ps.model_parallel_is_initialized()
             os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    for group in (None, grid.get_pg("dp"), ps.get_data_parallel_group()):
+    for group in (None, ps.get_data_parallel_group()):
         assert total(group) == 2
 
 
-def attributes():
-    return {slot: getattr(ps.current_state(), slot) for slot in SLOTS}
-
-
 @on_ranks(2)
-def test_state_grids_and_caches_are_as_before_the_first_initialisation(rank):
-    before, environment, keys = attributes(), dict(os.environ), set(vars(ps))
-    sizes = functools.lru_cache(dist.get_world_size)
+def test_state_and_grids_are_as_before_the_first_initialisation_even_if_suspended(rank):
+    def globals_of_module():
+        return {slot: getattr(ps, slot) for slot in SLOTS}, {*vars(ps)}
+
+    before = globals_of_module()
+    environment = dict(os.environ)
     expert = types.ModuleType("transformer_engine.pytorch.ep")
-    cached = types.ModuleType("transformer_engine.pytorch.distributed")
-    cached.get_distributed_world_size = sizes
-    fakes = {module.__name__: module for module in (expert, cached)}
-    with mock.patch.dict(sys.modules, fakes):
+    grid = HyperCommGrid([2], ["dp"])
+    with mock.patch.dict(sys.modules, {expert.__name__: expert}):
         ps.initialize_model_parallel(2)
         second = ParallelState.create()
-        grid = HyperCommGrid([2], ["dp"])
         grid.create_pg("dp")
+        for owner in (second, grid):
+            owner.suspend()
         vars(expert).update(_EP_GROUP=ps.get_tensor_model_parallel_group(), _BOOTSTRAPPED=True)
-        sizes(ps.get_tensor_model_parallel_group())
         aborted = hypergrid.abort()
     assert len(aborted.groups) > 20 and known_to_torch() and not grid.groups
-    assert attributes() == before and environment == os.environ and keys == set(vars(ps))
+    assert globals_of_module() == before and environment == os.environ
     assert repr(second) == repr(ParallelState())
-    assert expert._EP_GROUP is None and sizes.cache_info().currsize == 0
-
-
-@on_ranks(2)
-def test_what_is_suspended_is_forgotten_too(rank):
-    ps.initialize_model_parallel(2)
-    grid = HyperCommGrid([2], ["dp"])
-    grid.create_pg("dp")
-    for owner in (ps.current_state(), grid):
-        owner.suspend()
-    assert "dp" in hypergrid.abort().groups and not ps.model_parallel_is_initialized()
+    assert expert._EP_GROUP is None
     dist.barrier()
-    ps.initialize_model_parallel(2)
-    dist.all_reduce(torch.ones(1), group=ps.get_tensor_model_parallel_group())
-    assert grid.create_pg("dp").size() == 2
-
-
-def descriptors_and_threads(at_most):
-    """How many this process has; gloo ends its own in a thread, a little later."""
-    deadline = time.monotonic() + 10
-    while True:
-        counts = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
-        is_enough = all(count <= most for count, most in zip(counts, at_most, strict=True))
-        if is_enough or time.monotonic() > deadline:
-            return counts
-        time.sleep(0.02)
+    assert total(grid.create_pg("dp")) == 2  # which was suspended
 
 
 @on_ranks(3, backend="", timeout=100)
 def test_all_that_is_left_of_many_lives_is_what_one_leaves(rank):
-    at_most = (10**6, 10**6)
+    most_descriptors = None
     for life in range(10):
         store = dist.PrefixStore(f"life {life}", forked._STORE)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-        ps.initialize_model_parallel()
-        group = [ps.get_data_parallel_group(), None][life % 2]
+        group = None
+        if life % 2 == 0:  # else nothing but the default group was used
+            ps.initialize_model_parallel()
+            group = ps.get_data_parallel_group()
         assert total(group) == 3
         if rank == life % 3:  # the one that fails
             hypergrid.abort(default=True)
         else:
             with aborted_by_a_thread(after=0.1, default=True), pytest.raises(FREED):
                 total(group)
+        assert not dist.is_initialized() and not open_groups()
+        assert hypergrid.abort(default=True) == ((), 0)
         del group
-        counts = descriptors_and_threads(at_most)
+        descriptor_count = descriptors(most_descriptors)
+        time.sleep(0.2)  # for threads that have closed theirs
+        thread_count = len(os.listdir("/proc/self/task"))
         if life == 1:
-            at_most = counts
-        assert counts[0] <= at_most[0] and counts[1] <= at_most[1], (life, counts, at_most)
+            most_descriptors = descriptor_count
+            most_threads = thread_count
+        if life > 1:
+            assert descriptor_count <= most_descriptors and thread_count <= most_threads
 
 
 def test_without_torchs_default_group_there_is_nothing_to_abort():

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,29 +11,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
-from compat.report import report
 from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import creation, gloo
-from hypergrid.policy import Policy
+from hypergrid.policy import Abilities, Policy
 from tests.support.backends import SPLITS
-from tests.support.forked import (
-    descriptors,
-    from_all,
-    join,
-    on_ranks,
-    open_groups,
-    run_ranks,
-    sockets,
-    total,
-)
+from tests.support.forked import from_all, join, on_ranks, open_groups, run_ranks
 from tests.support.groups import check_all_reduce, state_groups
 
 pytestmark = pytest.mark.usefixtures("clean_state")
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-
-
-def members_of_slots():
-    return {slot: dist.get_process_group_ranks(group) for slot, group in state_groups().items()}
 
 
 def members_created(rank, way):
@@ -40,7 +27,7 @@ def members_created(rank, way):
     ps.initialize_model_parallel(**LAYOUT, expert_model_parallel_size=2, creation=way)
     assert ps.current_state().pool.agreement.way == way
     check_all_reduce(rank)
-    return members_of_slots()
+    return {slot: dist.get_process_group_ranks(group) for slot, group in state_groups().items()}
 
 
 @SPLITS
@@ -50,37 +37,36 @@ def test_all_three_ways_give_the_same_membership():
         assert run_ranks(8, members_created, way, backend="") == expected
 
 
-def old_torch_on(odd, rank):
-    """Rank ``odd`` alone cannot create by members."""
-    abilities = creation.Abilities("an old torch" if rank == odd else None)
-    return mock.patch("hypergrid.groups.creation.abilities", return_value=abilities)
-
-
+@pytest.mark.parametrize(
+    ("of_one_rank", "of_others", "way", "unsplit_way", "lazy"),
+    [
+        (Abilities("an old torch"), Abilities(), "everyone", "everyone", True),
+        # Gloo twins are created by their members.
+        (Abilities(), Abilities(bound="a device", can_split=True), "everyone", "members", True),
+        (Abilities(can_connect_lazily=False), Abilities(), "members", "members", False),
+    ],
+)
 @on_ranks(8)
-def test_one_rank_that_cannot_decides_for_all(rank):
-    with old_torch_on(5, rank):
-        ps.initialize_model_parallel(**LAYOUT)
+def test_one_rank_that_cannot_decides_for_all(rank, of_one_rank, of_others, way, unsplit_way, lazy):
+    abilities = of_one_rank if rank == 5 else of_others
+    with mock.patch.object(creation, "abilities", return_value=abilities):
+        ps.initialize_model_parallel(**LAYOUT, connect="lazy")
     check_all_reduce(rank)
     agreed = ps.current_state().pool.agreement
-    assert (agreed.way, agreed.unsplit_way, agreed.why) == ("everyone", "everyone", "an old torch")
+    assert (agreed.way, agreed.unsplit_way, agreed.lazy) == (way, unsplit_way, lazy)
+    assert agreed.why == (of_one_rank.obstacle or of_others.bound or "")
 
 
 @on_ranks(8)
 def test_a_way_that_is_not_open_to_all_is_refused_by_all(rank):
-    with old_torch_on(5, rank), pytest.raises(AgreementError) as raised:
+    abilities = Abilities("an old torch" if rank == 5 else None)
+    with (
+        mock.patch.object(creation, "abilities", return_value=abilities),
+        pytest.raises(AgreementError) as raised,
+    ):
         ps.initialize_model_parallel(**LAYOUT, creation="members")
     (text,) = {*from_all(str(raised.value))}
     assert "creation='members' is not possible here: an old torch" in text
-
-
-@on_ranks(8)
-def test_where_only_some_are_bound_everyone_creates_but_gloo_twins_go_by_members(rank):
-    can = creation.Abilities(bound="a device" if rank else None, can_split=bool(rank))
-    with mock.patch("hypergrid.groups.creation.abilities", return_value=can):
-        ps.initialize_model_parallel(**LAYOUT)
-    check_all_reduce(rank)
-    agreed = ps.current_state().pool.agreement
-    assert (agreed.way, agreed.unsplit_way) == ("everyone", "members")
 
 
 BRINGS_NEW_GROUP = mock.Mock(new_group=lambda: None, bound_device_id=None)
@@ -123,35 +109,25 @@ def test_the_running_number_is_put_back_also_after_a_failure(fake_world):
 def test_in_a_dry_run_every_group_is_fake_and_torch_is_not_asked_for_another(fake_world):
     """Torch 2.15 ends the process when it creates a gloo group on a fake default group."""
     fake_world(8)
-    backends = []
-    new_group = dist.new_group
-
-    def listening(*args, **options):
-        backends.append(options["backend"])
-        return new_group(*args, **options)
-
     groups = [creation.by_members("A", [0, 1], "1", backend="gloo")]
-    groups += creation.by_everyone("B", [[0, 1], [2, 3]], "1", backend="gloo")
-    groups += creation.by_everyone("C", [[0, 1], [1, 2]], "1", backend="cpu:gloo,cuda:nccl")
+    groups += creation.by_everyone("B", [[0, 1], [1, 2]], "1", backend="cpu:gloo,cuda:nccl")
+    listening = mock.Mock(wraps=dist.new_group)
     with gloo.connecting(True), mock.patch.object(dist, "new_group", listening):
-        groups.append(creation.by_members("D", [0, 1], "1", backend="gloo"))
-    assert [dist.get_backend(group) for group in groups] == ["fake"] * 4
-    assert backends == ["gloo", "fake"]  # outside code sees what the group is in a real job
+        groups.append(creation.by_members("C", [0, 1], "1", backend="gloo"))
+    assert [dist.get_backend(group) for group in groups] == ["fake"] * 3
+    # Outside code sees what the group is in a real job.
+    backends = [call.kwargs["backend"] for call in listening.call_args_list]
+    assert backends == ["gloo", "fake"]
 
 
-def test_a_name_is_a_decimal_digest_of_what_the_group_is(fake_world):
+def test_a_name_is_a_decimal_digest_of_label_ranks_and_epoch(fake_world):
     fake_world(4)
-    names = {
-        creation.by_members(*group).group_name
-        for group in (
-            ("A", [0, 1], "1"),
-            ("B", [0, 1], "1"),
-            ("A", [0, 2], "1"),
-            ("A", [0, 1], "2"),
-        )
-    }
-    assert len(names) == 4 and all(name.isdigit() and len(name) > 30 for name in names)
-    assert str(creation.group_name("A", [0, 1], "1")) in names
+    names = set()
+    for label, second, epoch in (("A", 1, "1"), ("B", 1, "1"), ("A", 2, "1"), ("A", 1, "2")):
+        name = creation.by_members(label, [0, second], epoch).group_name
+        assert name.isdigit() and len(name) > 30
+        names.add(name)
+    assert len(names) == 4
 
 
 def shared_on(rank, share, creation):
@@ -197,45 +173,6 @@ def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
     assert "NCCL_COLLNET_ENABLE" not in os.environ
 
 
-def connections_opened(rank, connect, environment=None):
-    if environment is not None:
-        os.environ["TORCH_GLOO_LAZY_INIT"] = environment
-    _, before = sockets()
-    ps.initialize_model_parallel(**LAYOUT, connect=connect)
-    _, after = sockets()
-    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == environment
-    assert ps.current_state().pool.agreement.lazy == (connect == "lazy")
-    dist.barrier()
-    check_all_reduce(rank)
-    return after - before
-
-
-def test_lazy_groups_connect_when_they_are_used():
-    lazy = run_ranks(8, connections_opened, "lazy")
-    # Also where torch's own choice is another.
-    for arguments in (("torch",), ("eager",), ("eager", "1")):
-        assert max(lazy) < min(run_ranks(8, connections_opened, *arguments))
-
-
-@on_ranks(4)
-def test_a_barrier_connects_what_is_not_connected_and_is_given_up_after_the_timeout(rank):
-    with gloo.connecting(True):
-        group = creation.by_members("A", range(4), "epoch")
-    before = descriptors()
-    dist.barrier()  # a rank that connects opens descriptors of the others too
-    creation.connect(group, timedelta(seconds=20))
-    connected = descriptors()
-    assert before < connected
-    assert total(group) == 4
-    assert descriptors() == connected
-    broken = mock.patch.object(dist, "barrier", side_effect=RuntimeError("no way there"))
-    with broken, pytest.raises(RuntimeError, match="no way there"):
-        creation.connect(group, timedelta(seconds=20))
-    if rank < 3:
-        with pytest.raises(RuntimeError, match="did not connect within 0:00:01"):
-            creation.connect(group, timedelta(seconds=1))  # rank 3 does not come
-
-
 def _late(store, rank, size, timeout):
     """A backend that connects when first used, as NCCL does; rank 3 may then meet nobody."""
     options = c10d.ProcessGroupGloo._Options()
@@ -261,7 +198,6 @@ def _eager(rank, how, broken):
 
 def test_eager_connects_every_backend_in_creation_but_no_rank_alone():
     assert run_ranks(4, _eager, "eager", False) == [[2]] * 4
-    assert run_ranks(4, _eager, "torch", False) == [[]] * 4
 
 
 def test_what_cannot_connect_is_a_creation_error_on_all_only_where_it_is_tried():
@@ -270,43 +206,15 @@ def test_what_cannot_connect_is_a_creation_error_on_all_only_where_it_is_tried()
         assert kind == "CreationError" and "tp of ranks 2..3 with late" in text
 
 
-@on_ranks(4)
-def test_a_torch_that_cannot_wait_makes_all_connect_at_once_and_is_reported(rank):
-    can = creation.Abilities(can_connect_lazily=rank != 2)
-    with mock.patch("hypergrid.groups.creation.abilities", return_value=can):
-        ps.initialize_model_parallel(**LAYOUT, connect="lazy")
-    assert not ps.current_state().pool.agreement.lazy
-    text = report(ps.current_state())
-    assert "connected at once: not every rank's torch can connect on first use" in text
-
-
 def test_choices_come_from_the_environment_then_arguments(monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     assert Policy.resolve() == Policy(share="all")
     assert Policy.resolve(share="none", connect="lazy") == Policy("all", "lazy")
-    for value in ("later", "auto"):
-        with pytest.raises(ValueError, match=f"connect='{value}' is invalid: use one of torch, ea"):
-            Policy.resolve(connect=value)
+    with pytest.raises(ValueError, match="connect='later' is invalid: use one of torch, eager"):
+        Policy.resolve(connect="later")
     monkeypatch.setenv("HYPERGRID_CONNECT", "later")
     with pytest.raises(ValueError, match="HYPERGRID_CONNECT='later' is invalid: use one of torch"):
         Policy.resolve()
-
-
-def test_custom_embedding_ranks_are_evaluated_only_when_they_are_not_the_default(fake_world):
-    fake_world(8)
-    ps.initialize_model_parallel(
-        2, 2, create_gloo_process_groups=False, get_embedding_ranks=ps.default_embedding_ranks
-    )
-    (row,) = (r for r in ps.current_state().plan.rows if r.label == "EMBEDDING_GROUP")
-    assert row.explicit is None and row.pick == "ends"
-
-
-class _Options:
-    """Of a backend that is registered with torch, which passes them on as it does NCCL's."""
-
-    def __init__(self):
-        self.config = {"max_ctas": 8}
-        self.group_name = ""
 
 
 @on_ranks(4, backend="")
@@ -323,9 +231,8 @@ def test_options_that_torch_writes_a_groups_name_into_are_each_groups_own(rank):
         )
 
     dist.Backend.register_backend("writing", create, extended_api=True, devices=["cpu"])
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    dist.init_process_group("writing", rank=rank, world_size=4, store=store)
-    options = _Options()
+    join(rank, 4, backend="writing")
+    options = SimpleNamespace(config={"max_ctas": 8}, group_name="")
     world = [0, 1, 2, 3]
     halves = [[0, 1], [2, 3]]
     ps.create_hybrid_dp_cp_groups(rank, world, pg_options=options)

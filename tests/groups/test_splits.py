@@ -17,7 +17,7 @@ from compat.state import ParallelState
 from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid, of_torch
 from hypergrid.groups import closing, creation
 from hypergrid.groups.creation import expected
-from hypergrid.groups.pool import before_closing, live_pools
+from hypergrid.groups.pool import live_pools
 from hypergrid.policy import Policy
 from tests.support.backends import SPLITS
 from tests.support.backends import splitting as register_splitting
@@ -51,10 +51,7 @@ def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(ran
         ps.initialize_model_parallel(**LAYOUT, creation="split")
         pool = ps.current_state().pool
         assert pool.agreement.way == "split"
-        names_of_rank = from_all(name_of_working_groups(pool.groups))
-        # The position embedding's is on stage 0 alone.
-        assert len(names_of_rank[0]) > len(names_of_rank[7])
-        for names in names_of_rank:
+        for names in from_all(name_of_working_groups(pool.groups)):
             for group, name in names.items():
                 assert name_of.setdefault((life, group), name) == name, group
         ps.destroy_model_parallel()
@@ -66,8 +63,8 @@ def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(ran
 @on_ranks(4, backend="")
 def test_a_split_has_options_and_entries_of_new_group_and_leaves_the_default_alone(rank):
     join(rank, 4)
-    torchs = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
     pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+    torchs = dist.new_group(pair, use_local_synchronization=True)
     options = {"timeout": timedelta(minutes=7), "group_desc": "ours"}
     split = creation.by_split("A", [(0, 1), (2, 3)], "epoch", **options)
     name = str(creation.group_name("A", pair, "epoch"))
@@ -78,23 +75,19 @@ def test_a_split_has_options_and_entries_of_new_group_and_leaves_the_default_alo
     for table in (world.pg_group_ranks, world.pg_backend_config):
         assert table[split] == table[torchs]
     assert world.pg_map[split][0] == world.pg_map[torchs][0]
-    assert world.pg_names[split] == name
-    tag = f"ptd:{name}"
-    assert world.pg_to_tag[split] == tag and world.tags_to_pg[tag] == [split]
-    assert sorted(map(str, split._device_types)) == sorted(map(str, torchs._device_types))
+    assert world.tags_to_pg[world.pg_to_tag[split]] == [split]
     cpu = torch.device("cpu")
     assert split._get_backend(torch.device("cuda")) is split._get_backend(cpu)
     of_split = split._get_backend(cpu).options
     of_torchs = torchs._get_backend(cpu).options
-    of_default = c10d._get_default_group()._get_backend(cpu).options
+    of_default = dist.group.WORLD._get_backend(cpu).options
     assert of_split.global_ranks_in_group == of_torchs.global_ranks_in_group
-    assert of_split._threads == of_torchs._threads and of_split.group_name == name
+    assert (of_split._threads, of_split.group_name) == (of_torchs._threads, name)
     assert of_split._timeout == timedelta(minutes=7)
-    assert of_torchs._timeout == of_default._timeout == timedelta(minutes=30)
-    assert of_default.group_name == "0"
+    assert (of_default._timeout, of_default.group_name) == (timedelta(minutes=30), "0")
     if rank == 0:
         assert closing.close([split]) == {}
-        assert split not in world.pg_map and tag not in world.tags_to_pg
+        assert split not in world.pg_map and [split] not in world.tags_to_pg.values()
 
 
 @SPLITS
@@ -111,11 +104,8 @@ def test_a_group_with_two_backends_is_not_split_and_each_half_has_its_own_option
         (group,) = creation.by_world(
             "split", "A", [(0, 1), (2, 3)], "epoch", timeout=timedelta(minutes=7)
         )
-    gloo, old = (of_torch.part_of(group, device) for device in ("cpu", "cuda"))
-    assert gloo.options is not old.options and gloo.options._devices and type(gloo) is not type(old)
-    assert gloo.options._timeout == timedelta(minutes=7)
-    default = of_torch.part_of(dist.group.WORLD, "cpu").options
-    assert default._timeout == timedelta(minutes=30)
+    gloo = of_torch.part_of(group, "cpu")
+    assert gloo.options is not of_torch.part_of(group, "cuda").options and gloo.options._devices
     assert total(group) == 2
 
 
@@ -124,35 +114,23 @@ def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
     parts = []
     register_splitting("old", parts)
     join(rank, 2, backend="cpu:gloo,cuda:old")
-    default = c10d._get_default_group()
+    backends = (None, "OLD", "cpu:gloo,cuda:old", "cuda:old", "gloo", "cpu:gloo", "cuda:gloo")
 
-    names = (None, "old", "OLD", "cpu:gloo,cuda:old", "cuda:OLD", "gloo", "cpu:gloo", "cuda:gloo")
-    of_default = {None, "old", "OLD", "cpu:gloo,cuda:old", "cuda:OLD"}
-    # Equal on all ranks.
-    assert {name for name in names if creation.split_off(name)} == of_default
-    assert not any(creation.bound_to(name) for name in names)
+    def answers(question):
+        return [bool(question(backend)) for backend in backends]
+
+    is_of_default = [True] * 4 + [False] * 3
+    assert answers(creation.split_off) == is_of_default  # equal on all ranks, bound or not
+    assert answers(creation.bound_to) == [False] * 7
     assert creation.abilities() == creation.Abilities()
-    default.bound_device_id = torch.device("cuda", 0)
-    assert {name for name in names if creation.bound_to(name)} == of_default
-    assert {name for name in names if creation.split_off(name)} == of_default
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    assert answers(creation.split_off) == answers(creation.bound_to) == is_of_default
     abilities = creation.abilities()
     assert abilities.can_split == of_torch.has("splits")
     assert "bound to a cuda device" in abilities.bound
     assert "connect='lazy'" not in abilities.bound  # this backend does not take it
     dist.new_group([0], backend="old")  # as torch does itself, for a rank outside
     assert getattr(parts[0], "without_a_color", 0) == (rank == 1)
-
-
-@SPLITS
-@on_ranks(1)
-def test_gloo_is_split_on_request_alone_also_off_a_bound_default_group(rank):
-    default = c10d._get_default_group()
-    default.bound_device_id = torch.device("cuda", 0)
-    assert creation.abilities() == creation.Abilities()
-    names = (None, "gloo", "GLOO", "cpu:gloo", "nccl", "cpu:nccl")
-    assert [bool(creation.split_off(b)) for b in names] == [True] * 4 + [False] * 2
-    default.bound_device_id = None
-    assert creation.abilities(Policy(creation="split")).can_split
 
 
 @pytest.mark.parametrize("lacks", ["splits", pytest.param(None, marks=SPLITS)])
@@ -162,25 +140,22 @@ def test_torch_before_2_13_creates_group_by_group_where_a_split_could_join_two(r
 
     A call of new_group splits one group off, so that no other has a color.
     """
-    parts = []
-    register_splitting("old", parts)
+    register_splitting("old", [])
     join(rank, 4, backend="old")
-    c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     has = of_torch.has
-    splits = []
     has("splits")  # is asked before its call is replaced
-    split = mock.patch.object(
-        dist.ProcessGroup, "split_group", lambda *_, **options: splits.append(options["group_name"])
-    )
-    with split, mock.patch.object(of_torch, "has", lambda part: part != lacks and has(part)):
+    with (
+        mock.patch.object(dist.ProcessGroup, "split_group", return_value=None) as split,
+        mock.patch.object(of_torch, "has", lambda part: part != lacks and has(part)),
+    ):
         agreed = expected(Policy())
         groups = creation.by_world(agreed.way, "A", [(0, 1), (2, 3)], "epoch")
-    assert agreed.way == ("everyone" if lacks else "split")
-    names = [group.group_name for group in groups]
     if lacks:
-        assert splits == [] and len(names) == 1 and len(names[0]) > 30
+        assert agreed.way == "everyone" and split.call_count == 0
+        assert len(groups) == 1 and len(groups[0].group_name) > 30
     else:
-        assert names == [] and len(splits) == 1
+        assert agreed.way == "split" and split.call_count == 1
 
 
 @pytest.mark.parametrize(
@@ -200,7 +175,7 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
     os.environ.update(variables)
     grid = HyperCommGrid([2], ["tp"], rank_offset=1)
     group = grid.create_pg("tp")
-    assert (group is None) == (rank in (0, 3))
+    assert (group is None) == (rank in (0, 3)) != grid.is_current_rank_in_grid()
     if group is not None:
         name_of_working_groups(grid.pool.groups)
     group_of_table = EnvironmentTable().create_process_group("a", [0, 1])
@@ -229,26 +204,22 @@ def test_a_window_whose_groups_need_every_rank_is_refused_by_all_before_creation
     register_splitting("old", [])
     join(rank, 4, backend="cpu:gloo,cuda:old" if cause == "a bound NCCL" else "gloo")
     window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
-    default = c10d._get_default_group()
-    calls = []
+    if cause == "a bound NCCL":
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    new_group = mock.Mock()
     start = time.monotonic()
     with (
         mock.patch.dict(os.environ, cause if isinstance(cause, dict) else {}),
-        mock.patch.object(dist, "new_group", members_only(lambda *args, **_: calls.append(args))),
+        mock.patch.object(dist, "new_group", members_only(new_group)),
         mock.patch.object(dist, "get_backend", lambda *_: "mpi" if cause == "MPI" else "gloo"),
+        pytest.raises(RuntimeError) as caught,
     ):
-        if cause == "a bound NCCL":
-            default.bound_device_id = torch.device("cuda", 0)
-        with pytest.raises(RuntimeError) as caught:
-            ParallelState.create(**window, distributed_timeout_minutes=0.5)
-    assert time.monotonic() - start < 5 and not calls
-    assert open_groups() == [default] and live_pools() == []
-    default.bound_device_id = None
+        ParallelState.create(**window, distributed_timeout_minutes=0.5)
+    assert time.monotonic() - start < 5 and not new_group.called
+    assert open_groups() == [dist.group.WORLD] and live_pools() == []
     text = str(caught.value)
     assert "a window of 2 of 4 ranks is only possible where the members of a group create" in text
     assert why in text and "Change that, or use the whole world." in text
-    state = ParallelState.create(**window, tensor_model_parallel_size=2)
-    name_of_working_groups(state.pool.groups)
 
 
 @on_ranks(4, backend="", timeout=20)
@@ -279,39 +250,29 @@ def test_all_members_close_groups_in_one_order_which_is_that_of_a_bare_destroy(r
 @on_ranks(8)
 def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(rank, abort):
     ps.initialize_model_parallel(**LAYOUT)
-
-    calls = []
-
-    def broken(groups, abort):
-        calls.append(abort)
-        raise RuntimeError("the hook's own")
-
-    before_closing.add(broken)
-    try:
-        if rank == 2:
-            with pytest.warns(RuntimeWarning, match="the hook's own"):
-                ps.destroy_model_parallel(abort=abort)
-    finally:
-        before_closing.discard(broken)
-    assert calls == [abort] * (rank == 2)
-    assert (len(open_groups()) == 1) == (rank == 2)
+    if rank == 2:
+        broken = mock.Mock(side_effect=RuntimeError("the hook's own"))
+        with (
+            mock.patch("hypergrid.groups.pool.before_closing", {broken}),
+            pytest.warns(RuntimeWarning, match="the hook's own"),
+        ):
+            ps.destroy_model_parallel(abort=abort)
+        assert broken.call_args.args[1] == abort and len(open_groups()) == 1
     dist.barrier()  # rank 2 has closed its groups while the others had all of theirs
     ps.destroy_model_parallel(abort=abort)
     assert len(open_groups()) == 1 and {*c10d._world.tags_to_pg} <= {"", "ptd:0"}
 
 
 @on_ranks(4)
-def test_states_grids_and_pools_can_be_closed_without_waiting(rank):
-    state = ParallelState.create(tensor_model_parallel_size=2)
-    grid = HyperCommGrid([2, 2], ["tp", "dp"])
-    grid.create_pg("tp")
-    megatrons_grid = MegatronGrid([2, 2], ["tp", "dp"])
-    megatrons_grid.create_pg("tp")
+def test_states_and_grids_can_be_closed_without_waiting(rank):
+    owners = [ParallelState.create(tensor_model_parallel_size=2)]
+    for kind in (HyperCommGrid, MegatronGrid):
+        grid = kind([2, 2], ["tp", "dp"])
+        grid.create_pg("tp")
+        owners.append(grid)
     waits = mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits"))
     with waits:
-        state.pool.destroy(3, abort=True)
-        assert len(state.pool.groups) == 3
-        for owner in (state, grid, megatrons_grid):
+        for owner in owners:
             owner.destroy(abort=True)
             owner.destroy(abort=True)
     assert len(open_groups()) == 1
