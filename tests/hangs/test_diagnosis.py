@@ -98,6 +98,7 @@ def judged(directory, name):
     after = 1
     seconds_after_calls = 60
     options = {}  # of stacks
+    last_error = START
     missing = []
     old = []
     for subject, text in CASES[name]:
@@ -134,7 +135,8 @@ def judged(directory, name):
                     stack(directory, rank, STACKS[text], written=written, **options)
             case "error":
                 for rank in ranks:
-                    stack(directory, rank, error=text, written=START + SECOND)
+                    last_error += SECOND
+                    stack(directory, rank, error=text, written=last_error)
             case "ended":
                 for rank in ranks:
                     stack(directory, rank, reason="ended")
