@@ -67,8 +67,7 @@ REAL = {
     "ms-swift: a timeout for every group": replace(
         PROGRAMS["ms-swift: a timeout for every group"],
         world=4,
-        sizes={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
-        | {"expert_model_parallel_size": 2},
+        sizes=FOUR | {"pipeline_model_parallel_size": 1},
     ),
     "MindSpeed-LLM: ranks in another order": replace(
         PROGRAMS["MindSpeed-LLM: ranks in another order"], world=4, sizes=FOUR

@@ -26,9 +26,6 @@ from tests.support.stock import MAIN, RELEASES, have_stock
 LINE = "{}.{}.".format(*RELEASE)
 HERE = next((release for release in RELEASES if release.startswith(LINE)), "")
 needs_stock = pytest.mark.skipif(not (HERE and have_stock(HERE)), reason="no source of stock")
-quick = settings(
-    deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 pytestmark = pytest.mark.usefixtures("clean_state")
 
@@ -43,7 +40,7 @@ def test_random_argument_sets_give_no_complaint(release):
     assert done.stdout.startswith(f"{release} 150 sets, "), done.stdout
 
 
-@quick
+@settings(max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary() | st.lists(st.sampled_from("{}[]:&*!-?|>'\"%@ \n<a1")).map("".join))
 def test_any_content_of_a_configuration_file_is_read_or_refused_in_a_sentence(tmp_path, content):
     path = Value(f"file({content!r})").make(tmp_path)

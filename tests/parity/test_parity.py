@@ -15,17 +15,15 @@ from tests.parity.configurations import random_order
 from tests.parity.mutants import run_mutant
 from tests.parity.surface import compare_surface
 from tests.support import warm
-from tests.support.stock import MAIN, RELEASES, have_stock, load_stock, source_dir
+from tests.support.stock import MAIN, RELEASES, have_stock, load_stock
 
 TODAY = int(f"{datetime.date.today():%Y%m%d}")
 
 
 @pytest.fixture(scope="module", params=MAIN)
 def release(request):
-    try:
-        source_dir(request.param)
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
+    if not have_stock(request.param):
+        pytest.skip(f"run scripts/fetch_megatron {request.param}")
     return request.param
 
 
