@@ -166,6 +166,20 @@ def test_a_process_without_descriptors_says_so_and_lives(rank):
     assert "ulimit -n" in str(caught.value)
 
 
+@on_ranks(2)
+def test_an_interrupt_that_comes_when_torch_alone_has_a_group_leaves_none(rank):
+    grid = HyperCommGrid([2], ["dp"])
+    before = len(open_groups())
+    with (
+        mock.patch("hypergrid.groups.pool.PooledGroup", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        grid.create_pg("dp")
+    assert len(open_groups()) == before
+    from_all(None)
+    assert total(grid.create_pg("dp")) == 2
+
+
 @on_ranks(4)
 def test_groups_are_aborted_also_where_no_thread_can_start(rank):
     ps.initialize_model_parallel(2)
