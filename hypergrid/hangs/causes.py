@@ -11,13 +11,15 @@ have caused the same recording.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 from hypergrid.hangs.history import Departure, History
-from hypergrid.hangs.waiting import Wait, Waiting
+from hypergrid.hangs.recording import Ranks
+from hypergrid.hangs.waiting import Step, Wait, Waiting
 
 Kind: TypeAlias = Literal[
     "ok",  # nothing is wrong
@@ -44,7 +46,7 @@ Doubt: TypeAlias = Literal[
     "which",  # it may be any of them
 ]
 _MANY = 4  # as many times more ranks are right where only their number speaks
-_BOTH = 3  # the weight of a departure against which its own past and other ranks speak
+_BOTH = 3  # the score of a departure against which its own past and other ranks speak
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
@@ -53,9 +55,9 @@ class Cause:
     """Why the others wait, as data."""
 
     kind: Kind
-    ranks: tuple[int, ...] = ()
+    ranks: Ranks = ()
     wait: Wait | None = None  # in which they are missed
-    circle: Sequence[tuple[int, int, Wait | None]] = ()  # who waits for whom
+    circle: Sequence[Step] = ()
     departure: Departure | None = None  # where they did not do what was due
     doubt: Doubt = ""
 
@@ -100,22 +102,24 @@ class Rules:
             return self._circle(ends[0])
         if waiting.running:
             return self._slow()
-        if waiting.last.keys() <= waiting.blind:
+        if not any(recording.has_calls and recording.calls for recording in self.ranks.values()):
             return Cause("empty")
-        return Cause("ok", doubt=self._hidden(self.ranks.keys()))
+        return Cause("ok", doubt=self._hidden(self.ranks))
 
     def _slow(self) -> Cause:
         """All known ranks are in a call."""
         waiting = self.waiting
         longest = max(waiting.running, key=lambda wait: wait.ns)
+        group = waiting.recording.groups[longest.call.group]
+        has_all_members = longest.inside == set(group.ranks)
         is_whole = all(recording.whole for recording in self.ranks.values())
-        is_known = set(longest.inside) == set(waiting.recording.groups[longest.group].ranks)
+        is_known = is_whole and has_all_members
         doubt: Doubt = ""
         if longest.call.what.name in _ROOTED:
             doubt = "root"
-        elif waiting.waits or waiting.gone or not is_whole or not is_known:
+        elif waiting.waits or waiting.gone or not is_known:
             doubt = "partial"
-        return Cause("slow", (), longest, doubt=doubt)
+        return Cause("slow", wait=longest, doubt=doubt)
 
     # One rank that waits for nobody.
 
@@ -123,74 +127,76 @@ class Rules:
         """Ranks that others wait for and that wait for nobody."""
         waiting = self.waiting
         raised = free & waiting.raised
-        gone = free & waiting.gone
-        kind: Kind = "never entered"
         if raised:
-            kind = "raised"
             # The errors of ranks that raised later may be its consequences.
-            named = {min(raised, key=lambda rank: self.ranks[rank].written)}
-        else:
-            departed = self._departed_among(free)
-            if departed is not None:
-                return departed
-            # What is seen comes before what is only missing.
-            named = free - waiting.blind - gone
-            if not named and gone:
-                kind = "no dump"
-                named = gone
-            # Every flight recorder among them is missing.
-            named = named or free
+            first = min(raised, key=lambda rank: self.ranks[rank].written)
+            return self._missed("raised", {first})
+        departed = self._departed_among(free)
+        if departed is not None:
+            return departed
+        # What is seen comes before what is only missing.
+        recorded = free - waiting.blind - waiting.gone
+        if recorded:
+            return self._missed("never entered", recorded)
+        without_dump = free & waiting.gone
+        if without_dump:
+            return self._missed("no dump", without_dump)
+        # Every flight recorder among them is missing.
+        return self._missed("never entered", free)
+
+    def _missed(self, kind: Kind, named: set[int]) -> Cause:
+        """The ranks that are missed in the first of all calls that wait for one of them."""
         waits = self._waits_for(named)
-        earliest = max(waits, key=lambda wait: self._earliness(named, wait), default=None)
+        first = max(waits, key=lambda wait: self._earliness(named, wait), default=None)
         # Of all that nobody explains, also of those that are missed elsewhere.
-        doubt = self._doubt(kind, named, earliest)
-        if earliest is not None:
-            named = named.intersection(earliest.missed)
-        return Cause(kind, self._most_missed_first(named), earliest, doubt=doubt)
+        doubt = self._doubt(kind, named, first)
+        if first is not None:
+            named = named & first.missed
+        waiters: Counter[int] = Counter()
+        for wait in waits:
+            for rank in wait.missed:
+                waiters[rank] += len(wait.inside)
+        # The rank that most ranks are seen to wait for comes first, of several the lowest.
+        ranks = sorted(named)
+        ranks.sort(key=lambda rank: -waiters[rank])
+        return Cause(kind, tuple(ranks), first, doubt=doubt)
 
     def _earliness(self, named: set[int], wait: Wait) -> tuple[bool, int, int]:
         """Whether a call is due, how early in the program it is, and how long ranks are in it."""
-        missed_rank = min(named.intersection(wait.missed))
+        missed_rank = min(named & wait.missed)
         is_due = self.history.is_due(missed_rank, wait.call)
+        place = 0
         # Places of calls can be compared only where recorders reach back to the first call.
-        place = wait.at if self.ranks[wait.rank].whole else 0
+        if self.ranks[wait.rank].whole:
+            place = wait.at
         return (is_due, -place, wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         """The calls in which at least one of the ranks is missed."""
-        waits = []
-        for wait in self.waiting.waits:
-            if not ranks.isdisjoint(wait.missed):
-                waits.append(wait)
-        return waits
+        return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]
 
     def _departed_among(self, free: set[int]) -> Cause | None:
         """A rank that did not do what was due, and so made ``free`` seem to be the cause."""
-        gone = free & self.waiting.gone
         waits = self._waits_for(free)
         suspects = set(free)
         for wait in waits:
-            suspects.update(wait.inside)
+            suspects |= wait.inside
         departures = self._departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
-        if gone and not guilty and not self._most_are_gone():
+        without_dump = free & self.waiting.gone
+        if without_dump and not guilty and not self._most_are_gone():
             # What a rank did may have ended another, far from where it is missed.
-            every_departure = self._departures(self.ranks.keys() - gone)
-            guilty = [departure for departure in every_departure if self._is_late(departure)]
-        return self._departed(guilty, waits) or self._minority(waits, departures)
+            recorded_ranks = self.ranks.keys() - without_dump
+            for departure in self._departures(recorded_ranks):
+                if self._is_late(departure):
+                    guilty.append(departure)
+        cause = self._departed(guilty, waits)
+        if cause is None:
+            cause = self._minority(waits, departures)
+        return cause
 
     def _most_are_gone(self) -> bool:
         return 2 * len(self.waiting.gone) > len(self.waiting.world)
-
-    def _most_missed_first(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """The rank that most ranks are seen to wait for comes first."""
-        waiters = dict.fromkeys(sorted(ranks), 0)
-        for wait in self.waiting.waits:
-            for rank in wait.missed:
-                if rank in waiters:
-                    waiters[rank] += len(wait.inside)
-        # Of ranks that equally many wait for, the lowest comes first.
-        return tuple(sorted(waiters, key=lambda rank: -waiters[rank]))
 
     def _is_late(self, departure: Departure) -> bool:
         """Whether it is of the last calls, and nobody made the calls of this rank in that order."""
@@ -203,60 +209,74 @@ class Rules:
     def _circle(self, within: set[int]) -> Cause:
         """All wait for each other: who did not do what was due."""
         waiting = self.waiting
-        departures = self._departures(within)
-        strong = [departure for departure in departures if departure.weight[0] == _BOTH]
         waits = []
         for rank in sorted(within):
             waits += waiting.of.get(rank, [])
-        cause = self._departed(strong, waits)
-        if cause is None:
-            cause = self._minority(waits, departures)
-        if cause is None:
-            cause = self._departed(departures, waits)
+        departures = self._departures(within)
+        strong = [departure for departure in departures if departure.score == _BOTH]
+        cause = (
+            self._departed(strong, waits)
+            or self._minority(waits, departures)
+            or self._departed(departures, waits)
+        )
         if cause is not None:
             return cause
         unseen = waiting.unseen & within
         if unseen:
             return self._unseen(unseen)
         circle = waiting.circle(within)
-        first = next((wait for _, _, wait in circle if wait is not None), None)
+        ranks = []
+        circle_waits = []
+        for rank, _, wait in circle:
+            ranks.append(rank)
+            if wait is not None:
+                circle_waits.append(wait)
+        first = circle_waits[0] if circle_waits else None
         kind: Kind = "order"
         if first is not None and first.unlike:
             kind = "mismatch"
-        ranks = tuple(sorted(rank for rank, _, _ in circle))
-        return Cause(kind, ranks, first, circle, doubt="which")
+        return Cause(
+            kind,
+            tuple(sorted(ranks)),
+            first,
+            circle,
+            doubt="which",
+        )
 
     def _unseen(self, unseen: set[int]) -> Cause:
         """Ranks that wait for each other are in sends or receives that are not recorded."""
         # If most of a group are in a call, the few that are not are the fault.
         fullest: Wait | None = None
         for wait in self.waiting.waits:
-            is_fuller = fullest is None or len(wait.inside) > len(fullest.inside)
             is_most = 0 < len(wait.absent) < len(wait.inside)
-            if is_fuller and is_most and unseen.issuperset(wait.absent):
+            if not is_most or not wait.absent <= unseen:
+                continue
+            if fullest is None or len(wait.inside) > len(fullest.inside):
                 fullest = wait
-        if fullest is not None:
-            return Cause("never entered", fullest.absent, fullest, doubt="hidden")
-        return Cause("order", tuple(sorted(unseen)), doubt="hidden")
+        if fullest is None:
+            ranks = sorted(unseen)
+            return Cause("order", tuple(ranks), doubt="hidden")
+        ranks = sorted(fullest.absent)
+        return Cause("never entered", tuple(ranks), fullest, doubt="hidden")
 
     def _minority(self, waits: Sequence[Wait], departures: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
         for wait in waits:
-            parts = self.waiting.unequal.get((wait.group, wait.seq), [])
-            named: set[int] = set()
-            for smaller_part in parts[:-1]:
-                named |= smaller_part
-            if not named or len(named) >= len(parts[-1]):
+            parts = self.waiting.unequal.get(wait.place, [{}])
+            *smaller_parts, largest = parts
+            named: set[int] = set().union(*smaller_parts)
+            if not 0 < len(named) < len(largest):
                 continue
             # What the minority did instead of what was due.
-            departure = None
-            for candidate in reversed(departures):
-                if candidate.rank in named:
-                    departure = candidate
-            doubt: Doubt = "either"
-            if len(parts[-1]) >= _MANY * len(named):
-                doubt = ""
-            return Cause("mismatch", tuple(sorted(named)), wait, (), departure, doubt)
+            of_named = (departure for departure in departures if departure.rank in named)
+            is_certain = len(largest) >= _MANY * len(named)
+            return Cause(
+                "mismatch",
+                tuple(sorted(named)),
+                wait,
+                departure=next(of_named, None),
+                doubt="" if is_certain else "either",
+            )
         return None
 
     def _departures(self, ranks: Iterable[int]) -> list[Departure]:
@@ -271,24 +291,32 @@ class Rules:
         waiting = self.waiting
         first = departures[0]
         named = []
-        own_waits = []
+        named_waits = []
         for departure in departures:
             if departure.weight == first.weight:
                 named.append(departure.rank)
-                own_waits += waiting.of.get(departure.rank, [])
+                named_waits += waiting.of.get(departure.rank, [])
         # A call that others made differently shows the fault best.
-        unlike = [wait for wait in own_waits if wait.unlike]
-        wait = next(iter([*unlike, *own_waits, *waits]), None)
+        unlike = [wait for wait in named_waits if wait.unlike]
+        best_first = [*unlike, *named_waits, *waits]
+        wait = best_first[0] if best_first else None
         kind: Kind = "order"
-        circle: Sequence[tuple[int, int, Wait | None]] = ()
+        circle: Sequence[Step] = ()
         if unlike:
             kind = "mismatch"
         elif len(waiting.last_ones) == 1 < len(waiting.last_ones[0]):
             circle = waiting.circle(waiting.last_ones[0])
-        doubt: Doubt = "either"
-        if self._is_proven(first) or (len(named) == 1 and self._is_only_one(first)):
-            doubt = ""
-        return Cause(kind, tuple(sorted(named)), wait, circle, first, doubt)
+        is_certain = self._is_proven(first)
+        if len(named) == 1 and not is_certain:
+            is_certain = self._is_only_one(first)
+        return Cause(
+            kind,
+            tuple(sorted(named)),
+            wait,
+            circle,
+            departure=first,
+            doubt="" if is_certain else "either",
+        )
 
     # Whether others may have caused the same recording.
 
@@ -297,12 +325,13 @@ class Rules:
         waiting = self.waiting
         if kind == "raised":
             return ""
-        if named & waiting.gone & waiting.recording.unread:
-            return "unread"
         is_gone = kind == "no dump"
-        if is_gone and self._most_are_gone():
-            return "few"
-        if not is_gone:
+        if is_gone:
+            if named & waiting.recording.unread:
+                return "unread"
+            if self._most_are_gone():
+                return "few"
+        else:
             hidden = self._hidden(named)
             if hidden:
                 return hidden
@@ -311,12 +340,10 @@ class Rules:
         if not is_gone and any(self._is_old(rank, wait) for rank in named):
             return "old"
         # The call that others wait in may be queued behind one that the recorder has lost.
-        if not self._shows_its_stop(wait.rank):
-            return "either"
+        is_stop_known = self._shows_its_stop(wait.rank)
         # A few ranks may wait in a call that should not be, for more ranks that are right.
-        if self.history.makers(wait.rank, wait.at) <= len(named):
-            return "either"
-        if is_gone and not self._is_everyone_right():
+        is_outnumbered = self.history.makers(wait.rank, wait.at) <= len(named)
+        if not is_stop_known or is_outnumbered or (is_gone and not self._is_everyone_right()):
             return "either"
         return ""
 
@@ -324,7 +351,8 @@ class Rules:
         """Whether the rank still worked when it wrote, or wrote before the call that it misses."""
         recording = self.ranks[rank]
         moment = recording.written or recording.latest
-        idle_from = self.waiting.last_time(rank) + self.waiting.patience
+        last_time = self.waiting.last_time(rank)
+        idle_from = last_time + self.waiting.patience
         return 0 < moment < max(wait.call.created, idle_from)
 
     def _hidden(self, ranks: Iterable[int]) -> Doubt:
@@ -336,34 +364,39 @@ class Rules:
             # The calls that a rank has queued may wait for a send that the recorder has lost.
             if rank in waiting.unseen or rank in waiting.of:
                 return "hidden"
+            if rank not in self.ranks:
+                continue
             # Without a stack, a rank that looks busy may be in a send or receive.
-            if rank in self.ranks and not self.ranks[rank].stack and not waiting.sees_p2p(rank):
+            if not self.ranks[rank].stack and not waiting.sees_p2p(rank):
                 return "hidden"
         return ""
 
     def _is_everyone_right(self) -> bool:
         """Whether every other rank is known, and none of them can be the cause."""
         waiting = self.waiting
-        seen_ranks = self.ranks.keys() - waiting.gone
-        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1:
+        history = self.history
+        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1 or not waiting.is_world_known:
             return False
         if waiting.raised or waiting.unequal or waiting.blind:
             return False
-        if not waiting.is_world_known or not all(map(self._shows_its_stop, seen_ranks)):
-            return False
+        recorded_ranks = self.ranks.keys() - waiting.gone
         # A rank that is in no recorded call may be in one that is not recorded.
-        if self._hidden(seen_ranks - waiting.of.keys()):
+        if self._hidden(recorded_ranks - waiting.of.keys()):
             return False
-        # Ranks may have made the call in place of another, however many they are.
-        if any(map(self.history.is_disputed, seen_ranks)):
-            return False
-        for departure in self._departures(seen_ranks):
-            # Where it did as always, and most ranks did otherwise, the others are suspects.
-            is_outvoted = departure.before is False and departure.others > departure.alike
-            if departure.before or is_outvoted:
+        for rank in recorded_ranks:
+            # Ranks may have made the call in place of another, however many they are.
+            if history.is_disputed(rank) or not self._shows_its_stop(rank):
                 return False
-        # A call that nobody else made may have ended it: gloo ends a rank that receives too much.
-        return all(self.history.is_confirmed(rank) for rank in seen_ranks)
+            # A call that nobody else made may have ended the one that is gone: gloo ends a rank
+            # that receives too much.
+            if not history.is_confirmed(rank):
+                return False
+        for departure in history.departures(recorded_ranks):
+            # Where it did as always, and most ranks did otherwise, the others are suspects.
+            is_majority = departure.peers > departure.alike
+            if departure.before or (departure.before is False and is_majority):
+                return False
+        return True
 
     def _shows_its_stop(self, rank: int) -> bool:
         """Whether the recorder still has the call that a rank is in, and not only later ones."""
@@ -372,20 +405,23 @@ class Rules:
         return recording.whole or bool(recording.calls.done[:1].all())
 
     def _is_proven(self, departure: Departure) -> bool:
-        """Without all of its calls, a stage looks as another until others wait for it.
+        """Whether its past and other ranks speak against it, and it is of the role that it seems.
 
-        Sends and receives may not be recorded, and a short recorder has lost earlier calls.
+        Without all of its calls, a stage looks as another until others wait for it: sends and
+        receives may not be recorded, and a short recorder has lost earlier calls.
         """
+        if departure.before is not True or not departure.is_outvoted:
+            return False
         rank = departure.rank
+        if self.waiting.sees_p2p(rank) and self.ranks[rank].whole:
+            return True
         due = departure.due
-        has_all_calls = self.waiting.sees_p2p(rank) and self.ranks[rank].whole
-        if not departure.is_proven or due is None or has_all_calls:
-            return departure.is_proven
         groups = self.waiting.recording.groups
+        due_label = groups[due.group].label
         for wait in self.waiting.waits:
-            is_missed = rank in wait.absent or rank in wait.unlike
-            is_due = groups[wait.group].label == groups[due.group].label and wait.seq == due.seq
-            if is_missed and is_due:
+            group, seq = wait.place
+            is_due = groups[group].label == due_label and seq == due.seq
+            if is_due and rank in wait.absent | wait.unlike:
                 return True
         return False
 
@@ -393,10 +429,11 @@ class Rules:
         """Whether most others did otherwise, and every other rank's calls are confirmed."""
         history = self.history
         rank = departure.rank
-        if self.waiting.gone or departure.others <= max(1, departure.alike):
+        if self.waiting.gone or not departure.is_outvoted:
             return False
         # Most of a role may have met one wrong condition, if another role does as this rank.
         is_shared = departure.before is None and history.is_shared(rank, departure.at)
-        if departure.before is False or is_shared or history.is_confirmed(rank):
+        if departure.before is False or is_shared:
             return False
-        return all(history.is_confirmed(other) for other in self.ranks if other != rank)
+        unconfirmed_ranks = [member for member in self.ranks if not history.is_confirmed(member)]
+        return unconfirmed_ranks == [rank]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
-from hypergrid.groups.pool import GroupPool, PooledGroup, live_pools
+from hypergrid.groups.pool import PooledGroup, live_pools
 
 SCHEMA = 1
 
@@ -33,7 +33,8 @@ def dump(path: str | os.PathLike[str] | None = None) -> str:
         in the order of the group, ``backend``, ``name`` and ``description`` as torch's flight
         recorder writes them, and ``shared_with``: the label whose communicator it is, or null.
     """
-    text = json.dumps(group_records(), indent=1)
+    records = group_records()
+    text = json.dumps(records, indent=1)
     if path is not None:
         Path(path).write_text(text + "\n")
     return text
@@ -59,25 +60,30 @@ def group_records() -> dict[str, Any]:
 def _groups() -> list[dict[str, Any]]:
     default = of_torch.default_group()
     registered = of_torch.registered_groups()
-    rows: list[tuple[ProcessGroup, GroupPool | None, PooledGroup | None]] = [(default, None, None)]
+    records = [_record(default)]
+    listed = {default}
     for pool in live_pools():
-        for live in pool.groups:
-            if live.group in registered:
-                rows.append((live.group, pool, live))
-    listed = {group for group, _, _ in rows}
-    # Groups of outside code have no owner and no label.
-    rows += [(group, None, None) for group in registered if group not in listed]
-    records: list[dict[str, Any]] = []
-    for group, owner, pooled in rows:
-        record = {
-            "owner": owner and owner.owner,
-            "label": pooled and pooled.label,
-            "dims": pooled and list(pooled.dims),
-            "ranks": dist.get_process_group_ranks(group),
-            "backend": dist.get_backend(group),
-            "name": group.group_name,
-            "description": group.group_desc,
-            "shared_with": pooled and pooled.shares,
-        }
-        records.append(record)
+        for pooled in pool.groups:
+            if pooled.group in registered:
+                records.append(_record(pooled.group, pool.owner, pooled))
+                listed.add(pooled.group)
+    for group in registered:
+        if group not in listed:
+            records.append(_record(group))
     return records
+
+
+def _record(
+    group: ProcessGroup, owner: str | None = None, pooled: PooledGroup | None = None
+) -> dict[str, Any]:
+    """A group; one of outside code has no owner and no label."""
+    return {
+        "owner": owner,
+        "label": pooled and pooled.label,
+        "dims": pooled and list(pooled.dims),
+        "ranks": dist.get_process_group_ranks(group),
+        "backend": dist.get_backend(group),
+        "name": group.group_name,
+        "description": group.group_desc,
+        "shared_with": pooled and pooled.shares,
+    }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,8 +19,6 @@ _LEAST = 16
 _RECENT = 600  # last calls of a rank in which a departure is looked for
 _LONG = 4  # calls that must have come before in the same order to expect what followed then
 _CONTEXT = 8  # calls that must have come elsewhere in the same order to confirm the next
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_INVERSE = np.uint64(pow(int(_FACTOR), -1, 1 << 64))
 
 
 class Departure(NamedTuple):
@@ -27,29 +26,39 @@ class Departure(NamedTuple):
 
     rank: int
     at: int  # its place among the rank's calls
-    due: Call | None  # as another rank made it, or the rank itself earlier
-    after: Call | None  # the call before it
-    others: int  # ranks that did the same until then and made the due call
+    due: Call  # as another rank made it, or the rank itself earlier
+    peers: int  # ranks that did the same until then and made the due call
     alike: int  # ranks that did the same until then and departed as this one
     before: bool | None  # whether it made the due call itself, earlier; None: nothing is known
 
     @property
-    def is_proven(self) -> bool:
-        """Whether both its past and most of several ranks speak against it."""
-        return self.before is True and self.others > max(1, self.alike)
+    def is_outvoted(self) -> bool:
+        """Whether several ranks made the due call, and fewer departed as this one."""
+        return self.peers > max(1, self.alike)
+
+    @property
+    def score(self) -> int:
+        """How much speaks against it; the greater, the more."""
+        score = {True: 2, False: -1, None: 0}[self.before]
+        if self.peers > self.alike:
+            score += 1
+        return score
 
     @property
     def weight(self) -> tuple[int, int]:
-        """How much speaks against it; the greater, the more."""
-        score = 0
-        if self.before is True:
-            score = 2
-        elif self.before is False:
-            score = -1
-        if self.others > self.alike:
-            score += 1
-        # Of departures against which equally much speaks, the later one holds the job up.
-        return (score, self.at)
+        """Its score; of equal ones, the later departure holds the job up."""
+        return (self.score, self.at)
+
+
+class _Precedent(NamedTuple):
+    """Where the same calls came before, for the longest time."""
+
+    at: int  # the place of the call that followed them
+    is_repeated: bool  # whether the call was then ever the one that it is now
+
+
+_Past: TypeAlias = int | None  # stands for calls; None: too few are known
+_Precedents: TypeAlias = dict[int, _Precedent]  # of the calls at some places
 
 
 class History:
@@ -62,53 +71,61 @@ class History:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._kinds: dict[int, Any] = {}
+        self._kind_of_title = self._read_kinds()
         self._tokens: dict[int, Any] = {}
-        # Ranks with equal tokens are one class: its first rank stands for all of them.
-        self._class_sizes: dict[int, int] = {}
-        self._makers: Counter[int] = Counter()  # how many ranks made a token
+        # How many ranks made a token, and two tokens one after the other; None is before the first.
+        self._makers: Counter[int] = Counter()
+        self._pair_makers: Counter[tuple[int | None, int]] = Counter()
         # After a past: how many ranks made each token next, and the first of them, with the place.
-        self._followers: dict[int, Counter[int]] = defaultdict(Counter)
-        self._examples: dict[tuple[int, int], tuple[int, int]] = {}
-        self._precedents_of: dict[int, dict[int, tuple[int, bool]]] = {}
-        self._read_tokens()
+        self._followers: dict[_Past, Counter[int]] = defaultdict(Counter)
+        self._examples: dict[tuple[_Past, int], tuple[int, int]] = {}
+        self._precedents_of: dict[int, _Precedents] = {}
+        # Ranks with equal tokens are one class: its first rank stands for all of them.
+        classes: dict[bytes, list[int]] = defaultdict(list)
         shortest = 3 * _PAST
-        for rank_recording in recording.ranks.values():
+        for rank, rank_recording in recording.ranks.items():
+            calls = rank_recording.calls
             if not rank_recording.whole:
-                shortest = min(shortest, len(rank_recording.calls))
+                shortest = min(shortest, len(calls))
+            kinds = self._kind_of_title[calls.title]
+            numbers = calls.seq & 0xFFFFFFFF
+            # The kind in the upper half, the number of the call in the lower.
+            tokens = kinds << 32 | numbers
+            self._tokens[rank] = tokens
+            classes[tokens.tobytes()].append(rank)
         self._past = max(_LEAST, shortest // 3)
-        for rank, size in self._class_sizes.items():
-            self._count_followers(rank, size)
+        for ranks in classes.values():
+            self._count(ranks[0], len(ranks))
 
-    def _read_tokens(self) -> None:
+    def _read_kinds(self) -> Any:
         number_of_role: dict[Any, int] = {}
         numbers = []
         for title in self.recording.titles:
-            numbers.append(number_of_role.setdefault(self._role(title), len(number_of_role)))
-        self._kind_of_title = np.array(numbers, np.int64)
-        classes: dict[bytes, list[int]] = defaultdict(list)
-        for rank, rank_recording in self.recording.ranks.items():
-            calls = rank_recording.calls
-            if calls:
-                kinds = self._kind_of_title[calls.title]
-                # The kind in the upper half, the number of the call in the lower.
-                tokens = kinds << 32 | calls.seq & 0xFFFFFFFF
-                self._kinds[rank] = kinds
-                self._tokens[rank] = tokens
-                classes[tokens.tobytes()].append(rank)
-        for ranks in classes.values():
-            self._class_sizes[ranks[0]] = len(ranks)
+            role = self._role(title)
+            number = number_of_role.setdefault(role, len(number_of_role))
+            numbers.append(number)
+        return np.array(numbers, np.int64)
 
-    def _count_followers(self, rank: int, size: int) -> None:
+    def _count(self, rank: int, size: int) -> None:
+        """Count the calls of a class of so many ranks."""
         tokens = self._tokens[rank].tolist()
-        pasts = self._pasts(rank)
+        pairs = pairwise((None, *tokens))
         for token in set(tokens):
             self._makers[token] += size
-        for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
+        for pair in set(pairs):
+            self._pair_makers[pair] += size
+        pasts = self._pasts(rank)
+        for at in self._recent(rank):
             past = pasts[at]
+            token = tokens[at]
             if past is not None:
-                self._followers[past][tokens[at]] += size
-                self._examples.setdefault((past, tokens[at]), (rank, at))
+                self._followers[past][token] += size
+                self._examples.setdefault((past, token), (rank, at))
+
+    def _recent(self, rank: int) -> range:
+        """The places of the calls in which a departure is looked for."""
+        count = len(self._tokens[rank])
+        return range(max(0, count - _RECENT), count)
 
     def departures(self, ranks: Iterable[int]) -> Iterator[Departure]:
         """Of each rank the call that was least expected; none of those that did as always.
@@ -118,9 +135,10 @@ class History:
         for rank in ranks:
             if rank not in self._tokens:
                 continue
-            departures = {departure.at: departure for departure in self._surprises(rank)}
-            # What other ranks did is said first.
-            departures.update({departure.at: departure for departure in self._partings(rank)})
+            departures = {}
+            # Where both are known, what other ranks did counts.
+            for departure in (*self._surprises(rank), *self._partings(rank)):
+                departures[departure.at] = departure
             if departures:
                 yield max(departures.values(), key=lambda departure: departure.weight)
 
@@ -129,20 +147,23 @@ class History:
 
         Only the later half of the calls counts: what was wrong before that would have shown.
         """
-        if rank not in self._tokens:
-            return False
         tokens = self._tokens[rank].tolist()
-        kinds = self._kinds[rank].tolist()
+        kinds = self._kinds(rank).tolist()
         pasts = self._pasts(rank)
         # Each call with the eight before it.
         contexts = []
         for at in range(len(kinds)):
-            contexts.append(tuple(kinds[max(0, at - _CONTEXT) : at + 1]))
+            first = max(0, at - _CONTEXT)
+            context = tuple(kinds[first : at + 1])
+            contexts.append(context)
         repeats = Counter(contexts)
         for at in range(len(kinds) // 2, len(kinds)):
-            if repeats[contexts[at]] < 2 and self._followers_of(pasts[at])[tokens[at]] < 2:
+            if repeats[contexts[at]] > 1:
+                continue
+            makers = self._followers_of(pasts[at])
+            if makers[tokens[at]] < 2:
                 return False
-        return True
+        return bool(tokens)
 
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
@@ -150,157 +171,181 @@ class History:
 
     def is_disputed(self, rank: int) -> bool:
         """Whether others that did the same until a call that has not ended made another one."""
-        if rank not in self._tokens:
-            return False
         pasts = self._pasts(rank)
-        for at in np.flatnonzero(~self.recording.ranks[rank].calls.done).tolist():
-            if len(self._followers_of(pasts[at])) > 1:
+        calls = self.recording.ranks[rank].calls
+        for at in np.flatnonzero(~calls.done).tolist():
+            followers = self._followers_of(pasts[at])
+            if len(followers) > 1:
                 return True
         return False
 
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
-        if rank not in self._kinds:
+        if rank not in self._tokens:
             return False
-        kinds = self._kinds[rank]
+        kinds = self._kinds(rank)
         precedent = self._precedents(rank).get(len(kinds))
         if precedent is None:
             return False
         title = self.recording.titles.index(call.title)
-        return bool(kinds[precedent[0]] == self._kind_of_title[title])
+        return bool(kinds[precedent.at] == self._kind_of_title[title])
 
     def is_shared(self, rank: int, at: int) -> bool:
-        """Whether another rank made the same two calls one after the other."""
-        first, second = self._tokens[rank][at - 1 : at + 1]
-        makers = 0
-        for other, size in self._class_sizes.items():
-            tokens = self._tokens[other]
-            if ((tokens[:-1] == first) & (tokens[1:] == second)).any():
-                makers += size
-        return makers > 1
+        """Whether another rank made this call after the same one, or as its first."""
+        tokens = self._tokens[rank].tolist()
+        previous = tokens[at - 1] if at else None
+        return self._pair_makers[previous, tokens[at]] > 1
+
+    def _kinds(self, rank: int) -> Any:
+        return self._tokens[rank] >> 32
 
     def _role(self, title: Title) -> tuple[Any, ...]:
         """The part of a title that is equal in all groups of a label."""
         group = self.recording.groups[title.group]
         members = group.ranks
         # A send in the default group names ranks of the job.
-        pair = None
         if title.p2p and group.label == DEFAULT:
-            pair = pair_of(title.what, members or range(self.recording.world_size))
-        if pair is None:
-            step = members[1] - members[0] if len(members) > 1 else 0
-            return (group.label or title.group, len(members), step, title.p2p, title.text)
-        shapes = title.text.partition("|")[2]
-        return (title.what.name, shapes, *self._place_of_pair(pair))
+            world = range(self.recording.world_size)
+            pair = pair_of(title.what, members or world)
+            if pair is not None:
+                _, _, shapes = title.text.partition("|")
+                return (title.what.name, shapes, *self._place_of_pair(*pair))
+        step = 0
+        if len(members) > 1:
+            step = members[1] - members[0]
+        return (
+            group.label or title.group,
+            len(members),
+            step,
+            title.p2p,
+            title.text,
+        )
 
-    def _place_of_pair(self, pair: tuple[int, int]) -> tuple[Any, ...]:
+    def _place_of_pair(self, source: int, target: int) -> tuple[Any, ...]:
         """The smallest group that holds both ranks, and their places in it; else their distance.
 
         A send in the default group names ranks of the job, which no two pairs have in common: 0 to
         4 and 1 to 5 of two pipelines are both the first to the second of theirs.
         """
-        source, target = pair
         smallest: Group | None = None
         for group in self.recording.groups.values():
-            holds_both = source in group.ranks and target in group.ranks
-            is_smaller = smallest is None or len(group.ranks) < len(smallest.ranks)
-            if holds_both and is_smaller and group.label != DEFAULT:
+            members = group.ranks
+            if group.label == DEFAULT or source not in members or target not in members:
+                continue
+            if smallest is None or len(members) < len(smallest.ranks):
                 smallest = group
         if smallest is None:
             return (target - source,)
-        return (smallest.label, smallest.ranks.index(source), smallest.ranks.index(target))
+        members = smallest.ranks
+        return (
+            smallest.label,
+            members.index(source),
+            members.index(target),
+        )
 
-    def _pasts(self, rank: int) -> list[int | None]:
-        """Before each call, what stands for the calls before it; None where too few are known."""
-        tokens = self._tokens[rank].astype(np.uint64)
-        places = np.arange(len(tokens))
-        # A sum of the calls since ``starts``, each times a power of a factor for its place; divided
-        # by the power of the first place, it is equal for equal calls that begin elsewhere.
-        starts = np.maximum(0, places - self._past)
-        with np.errstate(over="ignore"):
-            powers = np.cumprod(np.full(len(tokens), _FACTOR), dtype=np.uint64)
-            inverses = np.cumprod(np.full(len(tokens), _INVERSE), dtype=np.uint64)
-            sums = np.cumsum(tokens * powers) - tokens * powers  # of the calls before each
-            hashes = (sums - sums[starts]) * inverses[starts]
-        is_known = self.recording.ranks[rank].whole | (places >= self._past)
-        pasts: list[int | None] = hashes.tolist()
-        for place in np.flatnonzero(~is_known).tolist():
-            pasts[place] = None
+    def _pasts(self, rank: int) -> list[_Past]:
+        """Before each call, what stands for the calls before it."""
+        tokens = self._tokens[rank]
+        is_whole = self.recording.ranks[rank].whole
+        pasts: list[_Past] = []
+        for at in range(len(tokens)):
+            if not is_whole and at < self._past:
+                pasts.append(None)
+                continue
+            first = max(0, at - self._past)
+            past = tokens[first:at].tobytes()
+            pasts.append(hash(past))
         return pasts
 
-    def _followers_of(self, past: int | None) -> Counter[int]:
+    def _followers_of(self, past: _Past) -> Counter[int]:
         """How many ranks made each call after the same calls."""
-        if past is None or past not in self._followers:
-            return Counter()
-        return self._followers[past]
+        return self._followers.get(past, Counter())
 
     def _partings(self, rank: int) -> Iterator[Departure]:
         """Where others did the same until then, and something else next."""
         pasts = self._pasts(rank)
         tokens = self._tokens[rank].tolist()
-        calls = self.recording.ranks[rank].calls
-        for at in range(max(0, len(tokens) - _RECENT), len(tokens)):
+        for at in self._recent(rank):
             past = pasts[at]
             followers = self._followers_of(past)
             rivals = [token for token in followers if token != tokens[at]]
-            if past is None or not rivals:
+            if not rivals:
                 continue
             # Of several that as many ranks made, the one that was recorded first.
             due_token = max(rivals, key=followers.__getitem__)
-            others = followers[due_token]
+            rival_makers = followers[due_token]
             alike = followers[tokens[at]]
             before = self._made_before(rank, at, due_token >> 32)
-            if others > alike or (before and others == alike):
+            if rival_makers > alike or (before and rival_makers == alike):
                 peer, peer_at = self._examples[past, due_token]
-                due = self.recording.ranks[peer].calls[peer_at]
-                after = calls[at - 1] if at else None
-                yield Departure(rank, at, due, after, others, alike, before)
+                yield Departure(
+                    rank,
+                    at,
+                    due=self.recording.ranks[peer].calls[peer_at],
+                    peers=rival_makers,
+                    alike=alike,
+                    before=before,
+                )
 
     def _made_before(self, rank: int, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
         precedent = self._precedents(rank).get(at)
         if precedent is None:
             return None
-        kinds = self._kinds[rank]
-        earlier_kind = kinds[precedent[0]]
-        if earlier_kind not in (due, kinds[at]):
-            return None
-        return bool(earlier_kind == due)
+        kinds = self._kinds(rank)
+        earlier_kind = kinds[precedent.at]
+        if earlier_kind == due:
+            return True
+        if earlier_kind == kinds[at]:
+            return False
+        return None
 
     def _surprises(self, rank: int) -> Iterator[Departure]:
         """Where a rank did otherwise than ever before after the same calls."""
         calls = self.recording.ranks[rank].calls
-        for at, (place, is_known) in self._precedents(rank).items():
-            if at == len(calls) or is_known:
-                continue
+        for at, precedent in self._precedents(rank).items():
             # Two ranks that do it in the same place have a reason for it.
-            if not self.is_shared(rank, at):
-                due = calls[place]
-                after = calls[at - 1]
-                yield Departure(rank, at, due, after, others=0, alike=1, before=True)
-
-    def _precedents(self, rank: int) -> dict[int, tuple[int, bool]]:
-        """Of the last places of a rank: where the same calls came before, for the longest time.
-
-        And whether the call was then ever the one that it is now. Of calls A B C D E, A B C D F the
-        last has the precedent E.
-        """
-        if rank in self._precedents_of:
-            return self._precedents_of[rank]
-        first = max(0, len(self._kinds[rank]) - 2 * _RECENT)
-        kinds = self._kinds[rank][first:]
-        precedents: dict[int, tuple[int, bool]] = {}
-        # How many calls before a place are as those before ``at``: of A B C A B it is 2 at the
-        # second place (C) for the place after the last call.
-        alike = np.zeros(len(kinds), np.int64)
-        for at in range(1, len(kinds) + 1):  # also of the place after the last call
-            is_same = kinds[: at - 1] == kinds[at - 1]
-            alike[1:at] = np.where(is_same, alike[: at - 1] + 1, 0)
-            longest = int(alike[:at].max())
-            if longest < _LONG:
+            if precedent.is_repeated or self.is_shared(rank, at):
                 continue
-            places = np.flatnonzero(alike[:at] == longest)
-            is_known = bool(np.isin(kinds[at : at + 1], kinds[places]).any())
-            precedents[first + at] = (first + int(places[-1]), is_known)
-        self._precedents_of[rank] = precedents
-        return precedents
+            yield Departure(
+                rank,
+                at,
+                due=calls[precedent.at],
+                peers=0,
+                alike=1,
+                before=True,
+            )
+
+    def _precedents(self, rank: int) -> _Precedents:
+        """The precedents of the last calls of a rank, and of the one that it has yet to make."""
+        if rank not in self._precedents_of:
+            kinds = self._kinds(rank)
+            first = max(0, len(kinds) - 2 * _RECENT)
+            self._precedents_of[rank] = _find_precedents(kinds, first)
+        return self._precedents_of[rank]
+
+
+def _find_precedents(all_kinds: Any, first: int) -> _Precedents:
+    """The precedents from a place on, also of the place after the last call.
+
+    Of A B C D E, A B C D F the last has the precedent E.
+    """
+    kinds = all_kinds[first:]
+    count = len(kinds)
+    precedents: _Precedents = {}
+    # How many calls before a place are as those before ``now``: of A B C A B it is 2 at the place
+    # of C for the place after the last call.
+    alike = np.zeros(count, np.int64)
+    for now in range(1, count + 1):
+        previous = now - 1
+        is_same = kinds[:previous] == kinds[previous]
+        longer = alike[:previous] + 1
+        alike[1:now] = np.where(is_same, longer, 0)
+        longest = alike[:now].max()
+        if longest < _LONG:
+            continue
+        places = np.flatnonzero(alike[:now] == longest)
+        at = first + int(places[-1])
+        is_repeated = now == count or kinds[now] in kinds[places]
+        precedents[first + now] = _Precedent(at, is_repeated)
+    return precedents

@@ -42,35 +42,39 @@ class PointToPoint:
         self._call_of: weakref.WeakKeyDictionary[Work, _Call] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()  # by the name of a group
         self._closed = False
-        # Got from the class they are functions, which would not bind when they are put back.
-        self._originals = [
-            (ProcessGroup, "send", vars(ProcessGroup)["send"]),
-            (ProcessGroup, "recv", vars(ProcessGroup)["recv"]),
-            (Work, "wait", vars(Work)["wait"]),
-        ]
-        (_, _, send), (_, _, recv), (_, _, wait) = self._originals
-        self._replacements = [
-            self._recording("send", send),
-            self._recording("recv", recv),
-            self._waiting(wait),
-        ]
-        for (owner, name, _), replacement in zip(self._originals, self._replacements, strict=True):
-            setattr(owner, name, replacement)
+        self._patches: list[tuple[type, str, Any, Any]] = []
+        self._patch(ProcessGroup, "send", self._recording)
+        self._patch(ProcessGroup, "recv", self._recording)
+        self._patch(Work, "wait", self._waiting)
+
+    def _patch(self, owner: type, name: str, wrap: Callable[[str, Any], Any]) -> None:
+        # Got from the class it is a function, which would not bind when it is put back.
+        original = vars(owner)[name]
+        replacement = wrap(name, original)
+        self._patches.append((owner, name, original, replacement))
+        setattr(owner, name, replacement)
 
     def close(self) -> None:
         """Put torch's own methods back, where nobody has replaced ours since."""
         self._closed = True
-        for (owner, name, original), ours in zip(self._originals, self._replacements, strict=True):
-            if getattr(owner, name) is ours:
+        for owner, name, original, replacement in self._patches:
+            if getattr(owner, name) is replacement:
                 setattr(owner, name, original)
 
     def _recording(self, kind: str, original: Callable[..., Work]) -> Callable[..., Work]:
-        def recording(group: ProcessGroup, tensors: list[Tensor], *args: Any, **named: Any) -> Work:
+        peer_argument = _PEERS[kind]
+
+        def recording(
+            group: ProcessGroup,
+            tensors: list[Tensor],
+            *args: Any,
+            **named: Any,
+        ) -> Work:
             is_registered = of_torch.is_registered(group)  # others may have no name
             is_on_cpu = bool(tensors) and tensors[0].device.type == "cpu"
             if self._closed or not is_registered or not is_on_cpu:
                 return original(group, tensors, *args, **named)
-            peer = args[0] if args else named[_PEERS[kind]]
+            peer = args[0] if args else named[peer_argument]
             call = self._begin(kind, group, tensors, peer)
             # The call is recorded before it is made: the process may stay in it.
             work = original(group, tensors, *args, **named)
@@ -80,7 +84,7 @@ class PointToPoint:
 
         return recording
 
-    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _waiting(self, _: str, original: Callable[..., Any]) -> Callable[..., Any]:
         call_of = self._call_of
 
         def waiting(work: Work, *args: Any, **options: Any) -> Any:

@@ -11,16 +11,16 @@ import json
 import marshal
 import os
 import re
-import stat
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import takewhile
 from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from hypergrid.hangs.recording import (
     Frame,
     Group,
     RankRecording,
+    Ranks,
     Recording,
+    Stack,
     Title,
 )
 from hypergrid.messages import one_line
@@ -42,6 +44,7 @@ _MOST_BYTES = 256 << 20  # of a file
 _MOST_CALLS = 64 << 20  # of all files
 _MOST_FILES = 100_000  # of a directory
 _MOST_FRAMES = 100
+_Table: TypeAlias = dict[str, Any]
 _FAR = 10 * 10**9  # ns; more than clocks of hosts differ
 # The fields of a call that are equal for many calls of a recorder, and the others.
 _SHARED_FIELDS = itemgetter(
@@ -85,34 +88,40 @@ def read(
     Many files are loaded by so many forked ``processes``, each of which holds one file: give more
     than one only where no other thread runs.
     """
-    paths = []
-    for path in sorted(Path(directory).iterdir(), key=_by_rank):
-        # A rank may be writing now: it renames its file when that is whole.
-        if path.is_file() and not path.name.endswith((".part", ".tmp")):
-            paths.append(path)
     reader = _Reader()
+    paths = _paths(Path(directory))
     if len(paths) > _MOST_FILES:
-        first = one_line(paths[_MOST_FILES].name)
-        left_out = f"{len(paths) - _MOST_FILES:,} files, from {first} on"
-        reader.problems.append(f"{left_out}, are not read: the limit is {_MOST_FILES:,} files.")
+        left_out = paths[_MOST_FILES:]
         del paths[_MOST_FILES:]
+        first = one_line(left_out[0].name)
+        reader.problems.append(
+            f"{len(left_out):,} files, from {first} on, are not read: the limit is "
+            f"{_MOST_FILES:,} files."
+        )
     workers = min(processes, len(paths) // 16)
-    was_on = gc.isenabled()
-    gc.disable()  # there are no cycles to find among millions of new objects
-    try:
-        with ExitStack() as stack:
-            load: Any = map
-            if workers > 1:
-                pool = ProcessPoolExecutor(workers, get_context("fork"))
-                load = partial(stack.enter_context(pool).map, chunksize=4)
-            for number, loaded in enumerate(load(_load, paths)):
-                reader.add(paths[number], loaded)
-                if progress is not None:
-                    progress(number + 1, len(paths))
-    finally:
-        if was_on:
-            gc.enable()
-    return reader.recording()
+    with ExitStack() as stack:
+        if gc.isenabled():
+            gc.disable()  # there are no cycles to find among millions of new objects
+            stack.callback(gc.enable)
+        load: Any = map
+        if workers > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(workers, get_context("fork")))
+            load = partial(pool.map, chunksize=4)
+        for number, loaded in enumerate(load(_load, paths)):
+            reader.add(paths[number], loaded)
+            if progress is not None:
+                progress(number + 1, len(paths))
+    return reader.finish()
+
+
+def _paths(directory: Path) -> list[Path]:
+    """The files of a directory, by their prefixes and ranks."""
+    paths = []
+    for path in directory.iterdir():
+        # A rank may be writing now: it renames its file when that is whole.
+        if path.is_file() and path.suffix not in (".part", ".tmp"):
+            paths.append(path)
+    return sorted(paths, key=_by_rank)
 
 
 def _by_rank(path: Path) -> tuple[str, int, str]:
@@ -141,16 +150,22 @@ def _load(path: Path) -> _Loaded:
         status = path.stat()
         if status.st_size > _MOST_BYTES:
             return _Loaded(problem=f"is larger than {_MOST_BYTES >> 20} MiB, and is not read")
-        content = _content(path, status.st_size)
-        is_pickle = content[:1] == b"\x80"
-        if not is_pickle and content.lstrip()[:1] != b"{":
-            why = "it is neither a pickle nor JSON" if content else "it is empty"
+        with open(path, "rb", opener=_opener) as file:
+            # A file of the kernel, whose size is 0, may never end.
+            content = file.read(status.st_size)
+        if not content:
+            return _Loaded(problem=_unreadable("it is empty"), is_foreign=True)
+        if content[:1] == b"\x80":
+            data = pickles.load(content)
+        elif content.lstrip()[:1] == b"{":
+            data = json.loads(content)
+        else:
+            why = "it is neither a pickle nor JSON"
             return _Loaded(problem=_unreadable(why), is_foreign=True)
-        data = pickles.load(content) if is_pickle else json.loads(content)
         if not isinstance(data, dict):
             raise ValueError("it holds no table")
         if "entries" in data:
-            return _trace(path.name, data, status.st_mtime_ns)
+            return _trace(path, data, status.st_mtime_ns)
         if "threads" in data:
             return _stack(data)
         if "groups" in data and "pid" in data:
@@ -159,56 +174,66 @@ def _load(path: Path) -> _Loaded:
     except pickles.Refused as error:
         return _Loaded(problem=f"was refused: {error}")
     except Exception as error:  # a damaged file can raise nearly anything
-        return _Loaded(problem=_unreadable(str(error) or type(error).__name__))
+        why = str(error) or type(error).__name__
+        return _Loaded(problem=_unreadable(why))
+
+
+def _opener(path: str, flags: int) -> int:
+    """Open a file that a pipe may have replaced: opening that waits for one who writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _unreadable(why: str) -> str:
-    return f"cannot be read, it may be cut: {why.partition(chr(10))[0][:200].rstrip('.')}"
+    first_line, _, _ = why.partition("\n")
+    reason = first_line[:200].rstrip(".")
+    return f"cannot be read, it may be cut: {reason}"
 
 
-def _content(path: Path, size: int) -> bytes:
-    """So many bytes of a regular file. A file of the kernel, whose size is 0, may never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is not a regular file")
-        return file.read(size)
-
-
-def _trace(file_name: str, data: dict[str, Any], latest: int) -> _Loaded:
+def _trace(path: Path, data: _Table, latest: int) -> _Loaded:
     """A flight recorder of torch."""
-    numbered = _NUMBERED.match(file_name)
-    if numbered is None:
-        raise ValueError("its name does not end in a rank")
-    rank = _rank(int(numbered[2]))
-    calls, is_whole = _calls(data["entries"] or [])
+    _, rank, _ = _by_rank(path)
+    entries = data["entries"] or []
+    calls, is_whole = _calls(entries)
+    recording = RankRecording(
+        _rank(rank),
+        latest=latest,
+        calls=calls,
+        whole=is_whole,
+        has_calls=True,
+    )
     groups = []
     world_size = 0
-    for name, config in (data.get("pg_config") or {}).items():
+    configurations = data.get("pg_config") or {}
+    for name, config in configurations.items():
         members = _members(config["ranks"])
+        label = _text(config["desc"])
+        if label == DEFAULT:
+            world_size = len(members)
         if members:
-            groups.append(Group(_text(name), _text(config["desc"]), members))
-            if config["desc"] == DEFAULT:
-                world_size = len(members)
-    recording = RankRecording(rank, latest=latest, calls=calls, whole=is_whole, has_calls=True)
+            group = Group(_text(name), label, members)
+            groups.append(group)
     return _Loaded(recording, groups, world_size)
 
 
-def _groups(data: dict[str, Any]) -> _Loaded:
+def _groups(data: _Table) -> _Loaded:
     """The live groups, as ``hypergrid.dump`` writes them."""
     if data["rank"] is None:
         return _Loaded()  # written before there was a default group
-    recording = _process(data)
     groups = []
     # A communicator that several labels share carries the name of the one that created it.
-    for group in sorted(data["groups"], key=lambda group: group.get("shared_with") is not None):
-        label = _text(group["label"] or group["description"])
-        dims = tuple(map(_text, group["dims"] or ()))
-        groups.append(Group(_text(group["name"]), label, _members(group["ranks"]), dims))
-    return _Loaded(recording, groups, _rank(int(data["world_size"])))
+    for row in sorted(data["groups"], key=lambda row: row.get("shared_with") is not None):
+        group = Group(
+            _text(row["name"]),
+            label=_text(row["label"] or row["description"]),
+            ranks=_members(row["ranks"]),
+            dims=tuple(map(_text, row["dims"] or ())),
+        )
+        groups.append(group)
+    world_size = _rank(int(data["world_size"]))
+    return _Loaded(_process(data), groups, world_size)
 
 
-def _stack(data: dict[str, Any]) -> _Loaded:
+def _stack(data: _Table) -> _Loaded:
     """The stacks, the error and gloo's sends and receives, as ``hypergrid.record`` writes them."""
     recording = _process(data)
     recording.written = int(data["written_ns"])
@@ -217,31 +242,33 @@ def _stack(data: dict[str, Any]) -> _Loaded:
     for thread in data["threads"]:
         if thread.get("main"):
             recording.stack = _frames(thread["frames"])
-    recording.calls, recording.whole = _calls(data.get("p2p") or [])
+    sends = data.get("p2p") or []
+    recording.sends, recording.whole = _calls(sends)
     return _Loaded(recording)
 
 
-def _process(data: dict[str, Any]) -> RankRecording:
+def _process(data: _Table) -> RankRecording:
     """A rank, and the process that wrote a file."""
-    life = data.get("life") or {"started_ns": 0, "job": ""}
-    return RankRecording(
-        _rank(data["rank"]),
-        host=_text(data.get("host") or ""),
-        pid=int(data.get("pid") or 0),
-        started=int(life["started_ns"]),
-        job=_text(life["job"]),
-    )
+    recording = RankRecording(_rank(data["rank"]))
+    recording.host = _text(data.get("host") or "")
+    recording.pid = int(data.get("pid") or 0)
+    life = data.get("life")
+    if life:
+        recording.started = int(life["started_ns"])
+        recording.job = _text(life["job"])
+    return recording
 
 
-def _calls(entries: list[dict[str, Any]]) -> tuple[Calls, bool]:
+def _calls(entries: list[_Table]) -> tuple[Calls, bool]:
     """Entries of a flight recorder, and whether they reach back to the first call."""
     if not entries:
         return Calls(), True
     titles: list[Title] = []
     place_of: dict[bytes, int] = {}
-    rows: list[tuple[Any, ...]] = []
-    frames: dict[int, tuple[Frame, ...]] = {}
-    for at, entry in enumerate(entries):
+    rows: list[list[Any]] = []
+    numbers: list[tuple[str, bool, Any]] = []  # of the rows, each in its group
+    frames: dict[int, Stack] = {}
+    for entry in entries:
         # There are millions of entries: the bytes of these fields find the title in one step.
         shared_fields = _SHARED_FIELDS(entry)
         key = marshal.dumps(shared_fields)
@@ -249,62 +276,43 @@ def _calls(entries: list[dict[str, Any]]) -> tuple[Calls, bool]:
             place_of[key] = len(titles)
             titles.append(_title(*shared_fields))
         place = place_of[key]
+        title = titles[place]
         collective_seq, p2p_seq, *times, retired, state = _OWN_FIELDS(entry)
-        seq = p2p_seq if titles[place].p2p else collective_seq
+        seq = p2p_seq if title.p2p else collective_seq
         is_done = retired is True or state == "completed"
-        rows.append((place, seq, *times, is_done))
+        row = [place, seq, *times, is_done]
+        number = (title.group, title.p2p, seq)
+        is_batch = title.what.name == "coalesced"
+        if is_batch and numbers and numbers[-1] == number:
+            # NCCL's recorder has the state of a batch apart from its operations, which come before
+            # it and have its number.
+            operations = takewhile(number.__eq__, reversed(numbers))
+            size = len(list(operations))
+            for operation_row in rows[-size:]:
+                operation_row[3:] = row[3:]
+            continue
         # The stack of a call is shown if it has not ended, or is the last one.
-        if not is_done or at == len(entries) - 1:
-            frames[at] = _frames(entry.get("frames"))
-    columns = [_numbers(column) for column in zip(*rows, strict=True)]
+        if not is_done or entry is entries[-1]:
+            frames[len(rows)] = _frames(entry.get("frames"))
+        rows.append(row)
+        numbers.append(number)
+    columns = []
+    for column in zip(*rows, strict=True):
+        columns.append(_numbers(column))
     is_whole = int(entries[0].get("record_id") or 0) == 0
-    return _without_batches(Calls(titles, columns, frames)), is_whole
+    return Calls(titles, columns, frames), is_whole
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     torch_name, label = group
     parts = [_text(name)]
     for values in shapes:
-        parts.append(_shape(values))
+        parts.append(one_line(str(values)))
     text = "|".join(parts)
     # A "|" in the name would be taken for the end of it.
     if text.count("|") != len(shapes):
         raise ValueError("a call has no valid name")
     return Title(_text(torch_name), _text(label), is_p2p is True, text)
-
-
-def _shape(values: Any) -> str:
-    """Sizes or dtypes as text."""
-    flat = []
-    for value in values:
-        flat += value if isinstance(value, list) else [value]
-    # The text of anything else could be endless.
-    is_plain = all(type(value) in (int, str) for value in flat)
-    if not isinstance(values, list) or not is_plain:
-        raise ValueError("a call has no valid sizes")
-    return str(values)
-
-
-def _without_batches(calls: Calls) -> Calls:
-    """The operations of each batch with its state, as NCCL's recorder has that apart."""
-    batch_titles = []
-    group_of_title = []
-    for place, title in enumerate(calls.titles):
-        group_of_title.append((title.group, title.p2p))
-        if title.what.name == "coalesced":
-            batch_titles.append(place)
-    is_kept = np.ones(len(calls), bool)
-    for end in np.flatnonzero(np.isin(calls.title, batch_titles)):
-        group = group_of_title[calls.title[end]]
-        # The operations of a batch come before it, and have its number.
-        at = end - 1
-        while at >= 0 and calls.seq[at] == calls.seq[end]:
-            if group_of_title[calls.title[at]] != group:
-                break
-            calls.columns[3:, at] = calls.columns[3:, end]
-            is_kept[end] = False
-            at -= 1
-    return calls.at(is_kept)
 
 
 def _rank(number: Any) -> int:
@@ -313,19 +321,21 @@ def _rank(number: Any) -> int:
     return number
 
 
-def _members(ranks: Any) -> tuple[int, ...]:
+def _members(ranks: Any) -> Ranks:
     if isinstance(ranks, str):  # torch writes them as text
         ranks = json.loads(ranks or "[]")
-    return tuple(map(_rank, ranks))
+    members = map(_rank, ranks)
+    return tuple(members)
 
 
-def _frames(rows: Any) -> tuple[Frame, ...]:
+def _frames(rows: Any) -> Stack:
     frames = []
     for row in list(rows or ())[:_MOST_FRAMES]:
         if isinstance(row, dict):
             row = (row["filename"], row["line"], row["name"])
         file, line, function = row
-        frames.append(Frame(_text(file), int(line), _text(function)))
+        frame = Frame(_text(file), int(line), _text(function))
+        frames.append(frame)
     return tuple(frames)
 
 
@@ -334,7 +344,8 @@ def _numbers(values: Sequence[Any]) -> Any:
     try:
         return np.array(values, np.int64)
     except TypeError:
-        return np.array([int(value or 0) for value in values], np.int64)
+        numbers = [int(value or 0) for value in values]
+        return np.array(numbers, np.int64)
 
 
 def _text(value: Any) -> str:
@@ -351,19 +362,18 @@ class _Reader:
     """Puts the files of all ranks together."""
 
     def __init__(self) -> None:
-        self.problems: list[str] = []
-        self.unread: set[int] = set()
+        self.recording = Recording({}, {}, 0, [])
+        self.ranks = self.recording.ranks
+        self.groups = self.recording.groups
+        self.titles = self.recording.titles
+        self.problems = self.recording.problems
         self.foreign: list[tuple[Path, str]] = []  # files, and why they cannot be read
         self.prefixes: set[str] = set()  # of the names of dumps
-        self.ranks: dict[int, RankRecording] = {}
-        self.sends: dict[int, Calls] = {}  # of gloo
         self.sizes: dict[int, int] = {}  # of the job, and a rank whose files say so
         self.calls_left = _MOST_CALLS
-        self.named: dict[str, dict[tuple[int, ...], Group]] = defaultdict(dict)
-        self.members_of: dict[tuple[int, str], tuple[int, ...]] = {}
-        self.groups: dict[str, Group] = {}
-        self.titles: list[Title] = []
-        self.number_of: dict[Title, int] = {}
+        self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)
+        self.members_of: dict[tuple[int, str], Ranks] = {}
+        self.place_of: dict[Title, int] = {}
 
     def add(self, path: Path, loaded: _Loaded) -> None:
         """Take one file in."""
@@ -393,73 +403,86 @@ class _Reader:
         self.problems.append(one_line(f"{path.name} {problem}."))
         rank = _by_rank(path)[1]
         if rank >= 0:
-            self.unread.add(rank)
+            self.recording.unread.add(rank)
 
     def _merge(self, part: RankRecording) -> None:
         """Add the facts of one file to those of its rank."""
-        recording = self.ranks.setdefault(part.rank, RankRecording(part.rank))
+        rank = part.rank
+        if rank not in self.ranks:
+            self.ranks[rank] = RankRecording(rank)
+        recording = self.ranks[rank]
         if part.has_calls and recording.has_calls:
-            raise ValueError(f"there is already a flight recorder of rank {part.rank}")
+            raise ValueError(f"there is already a flight recorder of rank {rank}")
         self.calls_left -= len(part.calls)
+        self.calls_left -= len(part.sends)
         if self.calls_left < 0:
             raise ValueError(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
         is_whole = recording.whole and part.whole
-        if not part.has_calls and part.calls:
-            self.sends[part.rank] = part.calls
-            part.calls = Calls()
         for name, value in vars(part).items():
             if value:
                 setattr(recording, name, value)
         recording.whole = is_whole
 
-    def recording(self) -> Recording:
+    def finish(self) -> Recording:
         """The files of all ranks as one recording."""
-        has_calls = any(recording.has_calls for recording in self.ranks.values())
-        for path, problem in self.foreign:  # other files of the job are numbered too: logs, events
-            prefix, rank, _ = _by_rank(path)
-            is_dump = prefix in self.prefixes or not has_calls
-            if rank >= 0 and is_dump:
-                self._failed(path, problem)
+        self._name_foreign_files()
         self._drop_other_lives()
         for name, by_members in self.named.items():
             for members, group in by_members.items():
-                self.groups[self._key(name, members)] = group
-        ranks = dict(sorted(self.ranks.items()))
-        for rank, recording in ranks.items():
+                key = self._key(name, members)
+                self.groups[key] = group
+        for rank, rank_recording in self.ranks.items():
             # NCCL's sends are in its recorder, those of gloo in the file of stacks.
-            has_sends = any(title.p2p for title in recording.calls.titles)
-            recording.calls = self._with_keys(rank, recording.calls)
-            if rank in self.sends and not has_sends:
-                recording.calls = recording.calls.joined(self._with_keys(rank, self.sends[rank]))
+            has_sends = any(title.p2p for title in rank_recording.calls.titles)
+            calls = self._with_keys(rank, rank_recording.calls)
+            if rank_recording.sends and not has_sends:
+                sends = self._with_keys(rank, rank_recording.sends)
+                calls = calls.joined(sends)
+            rank_recording.calls = calls
         # No file may say how many ranks the job has: then it has at least those that are named.
-        highest_rank = max(ranks, default=-1)
+        highest_rank = max(self.ranks, default=-1)
         for group in self.groups.values():
             highest_rank = max(highest_rank, *group.ranks, -1)
-        world_size = max(highest_rank + 1, *self.sizes, 0)
-        mixed = self._several_sizes() or _gap(ranks)
-        return Recording(
-            ranks, self.groups, world_size, self.problems, self.titles, self.unread, mixed
-        )
+        self.recording.world_size = max(highest_rank + 1, *self.sizes, 0)
+        self.recording.ranks = dict(sorted(self.ranks.items()))
+        self.recording.mixed = self._several_sizes() or _gap(self.recording.ranks.values())
+        return self.recording
 
-    def _key(self, name: str, members: tuple[int, ...]) -> str:
+    def _name_foreign_files(self) -> None:
+        """Other files of the job may be numbered too, such as logs: only dumps are missed."""
+        has_calls = any(recording.has_calls for recording in self.ranks.values())
+        for path, problem in self.foreign:
+            prefix, rank, _ = _by_rank(path)
+            if rank < 0:
+                continue
+            if prefix in self.prefixes or not has_calls:
+                self._failed(path, problem)
+
+    def _key(self, name: str, members: Ranks) -> str:
         """A key that only one group has: torch can use one name for several groups."""
-        if len(self.named[name]) < 2 or not members:
+        is_unique = len(self.named[name]) < 2
+        if is_unique or not members:
             return name
-        return f"{name}@{','.join(map(str, members))}"
+        listed = ",".join(map(str, members))
+        return f"{name}@{listed}"
 
     def _with_keys(self, rank: int, calls: Calls) -> Calls:
         """The calls with titles of the whole recording, which name groups by their keys."""
-        numbers = []
+        places = []
         for title in calls.titles:
-            key = self._key(title.group, self.members_of.get((rank, title.group), ()))
-            self.groups.setdefault(key, Group(title.group, title.label))
+            name = title.group
+            members = self.members_of.get((rank, name), ())
+            key = self._key(name, members)
+            if key not in self.groups:
+                self.groups[key] = Group(name, title.label)
             title = title._replace(group=key)
-            number = self.number_of.setdefault(title, len(self.titles))
-            if number == len(self.titles):
+            if title not in self.place_of:
+                self.place_of[title] = len(self.titles)
                 self.titles.append(title)
-            numbers.append(number)
-        places = np.array(numbers, np.int64)[calls.title]
-        return Calls(self.titles, (places, *calls.columns[1:]), calls.frames)
+            places.append(self.place_of[title])
+        columns = calls.columns.copy()
+        columns[0] = np.array(places, np.int64)[calls.title]
+        return Calls(self.titles, columns, calls.frames)
 
     def _drop_other_lives(self) -> None:
         """Leave out what a rank wrote before another rank of the directory had started.
@@ -467,45 +490,51 @@ class _Reader:
         A job is restarted into the same directory, and rank 3 never starts: the files that rank 3
         left in its previous life say nothing about this hang.
         """
-        newest = max(self.ranks.values(), key=lambda recording: recording.started, default=None)
-        if newest is None:
+        if not self.ranks:
             return
+        newest = max(self.ranks.values(), key=lambda recording: recording.started)
         for rank, recording in self.ranks.items():
             # The groups of a rank are written at its start, everything else has a time.
             ended_before = 0 < recording.written < newest.started
-            is_other_job = bool(recording.job and newest.job) and recording.job != newest.job
+            has_job = recording.job and newest.job
+            is_other_job = has_job and recording.job != newest.job
             if ended_before or is_other_job:
                 self.problems.append(
                     f"the files of rank {rank} are of another start of the job than those of rank "
                     f"{newest.rank}, or of another job: they are not used."
                 )
                 self.ranks[rank] = RankRecording(rank)
-                self.sends.pop(rank, None)
 
     def _several_sizes(self) -> str:
         """The sizes of the job that files name, if they differ."""
-        sizes = sorted(self.sizes.items())[:2]
-        if len(sizes) < 2:
+        if len(self.sizes) < 2:
             return ""
-        texts = [f"{size} ranks by the files of rank {rank}" for size, rank in sizes]
-        return f"the job has {' and '.join(texts)}"
+        texts = []
+        for size, rank in sorted(self.sizes.items()):
+            texts.append(f"{size} ranks by the files of rank {rank}")
+        two_texts = " and ".join(texts[:2])
+        return f"the job has {two_texts}"
 
 
-def _gap(ranks: dict[int, RankRecording]) -> str:
+def _gap(recordings: Iterable[RankRecording]) -> str:
     """Whether the calls of one rank end long before those of another begin."""
-    begin = {}
-    end = {}
-    for rank, recording in ranks.items():
-        if recording.calls:
-            begin[rank] = recording.calls[0].created
-            last = recording.calls[-1]
-            end[rank] = max(recording.written, last.created, last.completed)
-    if not begin:
+    called = [recording for recording in recordings if recording.calls]
+    if not called:
         return ""
-    early = min(end, key=end.__getitem__)
-    late = max(begin, key=begin.__getitem__)
+    early = min(called, key=_end)
+    late = max(called, key=_begin)
+    is_far = _begin(late) - _end(early) >= _FAR
     # A recorder that has wrapped around begins late; then only the time of the dump says enough.
-    is_known = ranks[early].written or ranks[late].whole
-    if begin[late] - end[early] < _FAR or not is_known:
+    is_known = early.written or late.whole
+    if not is_far or not is_known:
         return ""
-    return f"the calls of rank {early} ended before those of rank {late} began"
+    return f"the calls of rank {early.rank} ended before those of rank {late.rank} began"
+
+
+def _begin(recording: RankRecording) -> int:
+    return recording.calls[0].created
+
+
+def _end(recording: RankRecording) -> int:
+    last = recording.calls[-1]
+    return max(recording.written, last.created, last.completed)

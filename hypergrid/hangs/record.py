@@ -18,14 +18,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, TypeAlias
 
 from hypergrid import of_torch
 from hypergrid.agreement import store
@@ -47,10 +45,9 @@ _LOOK = 5.0  # seconds between looks at the directory and the calls
 _THREADS = 100
 _FRAMES = 100
 _TEXT = 20_000
-# Bytes in the pipe that are no signal's number.
-_HANDLED = 0
-_ENOUGH = 255
-_Row = tuple[str, int, str]
+_ENOUGH = 0  # a byte in the pipe that is no signal's number
+_Line: TypeAlias = tuple[FrameType, int]
+_Row: TypeAlias = tuple[str, int, str]  # file, line, function
 _current: Recorder | None = None
 
 
@@ -100,17 +97,19 @@ def record(
         raise ValueError("record() needs a directory, as an argument or in HYPERGRID_RECORD.")
     if after is not None:
         after = _seconds(after, "after")
-    elif os.environ.get("HYPERGRID_RECORD_AFTER"):
-        after = _seconds(os.environ["HYPERGRID_RECORD_AFTER"], "HYPERGRID_RECORD_AFTER")
+    elif variable := os.environ.get("HYPERGRID_RECORD_AFTER"):
+        after = _seconds(variable, "HYPERGRID_RECORD_AFTER")
     if p2p is None:
-        p2p = os.environ.get("HYPERGRID_RECORD_P2P", "0") not in ("", "0")
+        variable = os.environ.get("HYPERGRID_RECORD_P2P", "0")
+        p2p = variable not in ("", "0")
     settings = (Path(directory).resolve(), after, p2p)
     if _current is not None:
         if _current.settings == settings:
             return _current
+        folder, seconds, has_p2p = _current.settings
         raise ValueError(
-            f"this process already records to {_current.settings[0]} (after="
-            f"{_current.settings[1]}, p2p={_current.settings[2]}); close that recorder first."
+            f"this process already records to {folder} (after={seconds}, p2p={has_p2p}); close "
+            "that recorder first."
         )
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("record() installs a signal handler: call it in the main thread.")
@@ -143,9 +142,11 @@ class Recorder:
 
     def __init__(self, directory: Path, after: float | None, p2p: bool) -> None:
         self.settings = (directory, after, p2p)
+        self._directory = directory
+        self._after = after
         self._rank: int | None = None
         self._writing = threading.Lock()
-        self._groups: object = None
+        self._groups: dict[str, Any] | None = None  # as they were written
         self._warned: set[str] = set()  # the faults that were warned of
         self._pid = os.getpid()
         self._request_seen = self._request()
@@ -153,7 +154,10 @@ class Recorder:
         self._raised: tuple[str, list[_Row]] | None = None
         self._calls: dict[str, int] = {}  # how many of each group, and since when
         self._recorded_calls: dict[str, int] | None = None  # at the last recording that is kept
-        self._life = {"started_ns": time.time_ns(), "job": _job()}
+        self._life = {
+            "started_ns": time.time_ns(),
+            "job": _job(),
+        }
         self._since: float | None = None  # None: this rank has written for these
         directory.mkdir(parents=True, exist_ok=True)
         check_private(directory)
@@ -173,7 +177,11 @@ class Recorder:
         sys.excepthook = self._on_exception
         pool.after_failure.add(self._on_failure)
         atexit.register(self._on_end)
-        self.thread = threading.Thread(target=self._watch, name="hypergrid-record", daemon=True)
+        self.thread = threading.Thread(
+            target=self._watch,
+            name="hypergrid-record",
+            daemon=True,
+        )
         self.thread.start()
 
     def write(self, reason: str, error: BaseException | None = None) -> None:
@@ -188,15 +196,16 @@ class Recorder:
             self._attempt(self._write_groups)
             if self._rank is None:
                 return
-            folder = self.settings[0]
+            folder = self._directory
             calls = self._counts()
             if error is not None and self._is_same_hang(calls):
                 folder = folder / LATER
                 self._attempt(lambda: _make_folder(folder))
             else:
                 self._recorded_calls = calls
-            self._attempt(lambda: replace(folder / f"trace_{self._rank}", self._trace()))
+            trace = folder / f"trace_{self._rank}"
             stack = folder / f"stack_{self._rank}.json"
+            self._attempt(lambda: replace(trace, self._trace()))
             self._attempt(lambda: replace(stack, self._stacks(reason, error)))
 
     def _is_same_hang(self, calls: Mapping[str, int]) -> bool:
@@ -250,18 +259,26 @@ class Recorder:
                 signal.signal(SIGNAL, self._handler or signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # The thread was woken for it before, unless other code has taken the wakeup descriptor.
         if not self._closed.is_set():  # else the descriptor may be another file's
-            with suppress(OSError):
-                os.write(self._in, bytes([_HANDLED]))
+            installed = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+            # Other code, such as asyncio, has taken the signals since: the thread was not woken.
+            if installed != self._in:
+                signal.set_wakeup_fd(installed)
+                with suppress(OSError):
+                    os.write(self._in, bytes([number]))
         if callable(self._handler):
             self._handler(number, frame)
 
     def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
-        if not issubclass(kind, KeyboardInterrupt) and not self._closed.is_set():
-            self._raised = (_text(error), _rows(_outwards(trace)))
+        is_interrupt = issubclass(kind, KeyboardInterrupt)
+        if not is_interrupt and not self._closed.is_set():
+            lines = _outwards(trace)
+            self._raised = (_text(error), _rows(lines))
             self.write("exception", error)
         self._excepthook(kind, error, trace)
 
@@ -282,34 +299,40 @@ class Recorder:
                 signal.signal(SIGNAL, signal.SIG_IGN)
 
     def _watch(self) -> None:
-        was_heard = False  # the last byte was the signal itself
         last_look = time.monotonic()
-        look = min(_LOOK, (self.settings[1] or _LOOK) / 4)
+        look = _LOOK
+        if self._after is not None:
+            look = min(_LOOK, self._after / 4)
+        milliseconds = min(_TICK, look) * 1000
         poll = select.poll()  # of any descriptor; select knows 1,024
         poll.register(self._out, select.POLLIN)
         while not self._closed.is_set():
-            poll.poll(min(_TICK, look) * 1000)
+            poll.poll(milliseconds)
             with suppress(BlockingIOError):
                 for byte in os.read(self._out, 4096):
-                    if byte == SIGNAL or (byte == _HANDLED and not was_heard):
-                        self._request_seen = self._request()
-                        self._attempt(lambda: self.write(SIGNAL.name))
-                    was_heard = byte == SIGNAL or (was_heard and byte != _HANDLED)
-                    if byte not in (_HANDLED, _ENOUGH) and self._wakeup != -1:
-                        with suppress(OSError):
-                            os.write(self._wakeup, bytes([byte]))
+                    self._hear(byte)
             with self._writing:
                 self._attempt(self._write_groups)
-            if time.monotonic() - last_look >= look:
-                last_look = time.monotonic()
+            now = time.monotonic()
+            if now - last_look >= look:
+                last_look = now
                 self._attempt(self._look)
+
+    def _hear(self, byte: int) -> None:
+        """Write if it is the number of our signal, and pass it on to whoever listened before."""
+        if byte == SIGNAL:
+            self._request_seen = self._request()
+            self._attempt(lambda: self.write(SIGNAL.name))
+        if byte != _ENOUGH and self._wakeup != -1:
+            with suppress(OSError):
+                os.write(self._wakeup, bytes([byte]))
 
     def _look(self) -> None:
         request = self._request()
         if request != self._request_seen:
             self._request_seen = request
             self.write("asked in the directory")
-        after = self.settings[1]
+        after = self._after
         if after is None:
             return
         calls = self._counts()
@@ -325,7 +348,9 @@ class Recorder:
         pending = False
         for entry in self._entries():
             newest = max(newest, entry["time_created_ns"])
-            pending = pending or not (entry["retired"] or entry["state"] == "completed")
+            is_done = entry["retired"] or entry["state"] == "completed"
+            if not is_done:
+                pending = True
         # A handle that is dropped may stay pending: only a rank that does nothing else is stuck.
         age = (time.time_ns() - newest) / 1e9
         if not pending:
@@ -340,7 +365,7 @@ class Recorder:
 
     def _counts(self) -> dict[str, int]:
         """How many calls were made in each group, by torch's name; sends and receives under ""."""
-        counts = {"": 0}
+        counts = {}
         if self._p2p is not None:
             counts[""] = self._p2p.count
         for group, name in of_torch.registered_groups().items():
@@ -349,12 +374,13 @@ class Recorder:
 
     def _request(self) -> int | None:
         with suppress(OSError):
-            return (self.settings[0] / ASKED).stat().st_mtime_ns
+            return (self._directory / ASKED).stat().st_mtime_ns
         return None
 
     def _entries(self) -> Iterator[dict[str, Any]]:
-        for recorder in of_torch.recorded_calls():
-            yield from json.loads(recorder).get("entries", ())
+        for dump in of_torch.recorded_calls():
+            recorder = json.loads(dump)
+            yield from recorder.get("entries", ())
         if self._p2p is not None:
             yield from self._p2p.entries()
 
@@ -365,59 +391,60 @@ class Recorder:
         try:
             write()
         except Exception as error:
-            if in_words(error) not in self._warned:
-                self._warned.add(in_words(error))
-                text = f"hypergrid.record to {self.settings[0]}: {in_words(error)}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            fault = in_words(error)
+            if fault in self._warned:
+                return
+            self._warned.add(fault)
+            text = f"hypergrid.record to {self._directory}: {fault}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _write_groups(self) -> None:
-        is_alive = dist.is_initialized()
-        groups = None
         try:
-            if is_alive:
-                labels = [pooled.label for owner in pool.live_pools() for pooled in owner.groups]
-                groups = (list(of_torch.registered_groups().values()), labels)
-            if self._rank is not None and groups == self._groups:
-                return
-            records = group_records()
+            groups = group_records()
         except (KeyError, RuntimeError, ValueError):
             return  # groups are being created or destroyed: the next look sees them
-        if not is_alive:
-            records["rank"] = _number("RANK")
-            records["world_size"] = _number("WORLD_SIZE")
-        if records["rank"] is None:
+        if groups["rank"] is None:
+            groups["rank"] = _number("RANK")
+            groups["world_size"] = _number("WORLD_SIZE")
+        if groups["rank"] is None or groups == self._groups:
             return
         if self._rank is None:
-            self._make_room(records["rank"])
-        records["life"] = self._life
-        self._rank = records["rank"]
+            self._make_room(groups["rank"])
+        self._rank = groups["rank"]
+        content = json.dumps({**groups, "life": self._life})
+        self._replace(f"groups_{self._rank}.json", content.encode())
         self._groups = groups
-        self._replace(f"groups_{self._rank}.json", json.dumps(records).encode())
 
     def _make_room(self, rank: int) -> None:
         """Move the rank's files of an earlier run."""
-        directory = self.settings[0]
-        earlier = directory / EARLIER
-        for name in (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json"):
-            for source, target in ((directory, earlier), (directory / LATER, earlier / LATER)):
-                if os.path.lexists(source / name):
-                    _make_folder(earlier)
-                    _make_folder(target)
-                    os.replace(source / name, target / name)
+        names = (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json")
+        for folder in ("", LATER):
+            source_folder = self._directory / folder
+            target_folder = self._directory / EARLIER / folder
+            for name in names:
+                if os.path.lexists(source_folder / name):
+                    _make_folder(self._directory / EARLIER)
+                    _make_folder(target_folder)
+                    os.replace(source_folder / name, target_folder / name)
 
     def _stacks(self, reason: str, error: BaseException | None) -> bytes:
         raised = self._raised
         if error is not None:
-            raised = (_text(error), _rows(_outwards(error.__traceback__)))
+            lines = _outwards(error.__traceback__)
+            raised = (_text(error), _rows(lines))
+        main_thread = threading.main_thread().ident
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads = []
         for ident, frame in islice(sys._current_frames().items(), _THREADS):
-            rows = _rows(traceback.walk_stack(frame))
-            is_main = ident == threading.main_thread().ident
+            is_main = ident == main_thread
+            lines = traceback.walk_stack(frame)
+            rows = _rows(lines)
             if is_main and raised is not None:
                 rows = raised[1]
             name = names.get(ident, "of outside Python")
-            threads.append({"name": name, "main": is_main, "frames": rows})
+            thread = {"name": name, "main": is_main, "frames": rows}
+            threads.append(thread)
+        threads.sort(key=lambda thread: not thread["main"])
         content = {
             "schema": SCHEMA,
             "rank": self._rank,
@@ -427,9 +454,11 @@ class Recorder:
             "written_ns": time.time_ns(),
             "reason": reason,
             "error": raised and raised[0],
-            "threads": sorted(threads, key=lambda thread: not thread["main"]),
-            "p2p": [] if self._p2p is None else list(self._p2p.entries()),
+            "threads": threads,
+            "p2p": [],
         }
+        if self._p2p is not None:
+            content["p2p"] = list(self._p2p.entries())
         return json.dumps(content).encode()
 
     def _trace(self) -> bytes:
@@ -437,18 +466,18 @@ class Recorder:
         # Torch looks up the stacks in torch._inductor: importing that takes seconds of CPU.
         stacks = "torch._inductor.codecache" in sys.modules
         whole = _joined(of_torch.recorded(stacks))
-        configured = {}
+        groups = {}
         for group in group_records()["groups"]:
-            configured[group["name"]] = {
+            groups[group["name"]] = {
                 "name": group["name"],
                 "desc": group["description"],
                 "ranks": json.dumps(group["ranks"]),
             }
-        whole["pg_config"] = configured | whole.get("pg_config", {})
+        whole["pg_config"] = groups | whole["pg_config"]
         return pickle.dumps(whole, 2)
 
     def _replace(self, name: str, data: bytes) -> None:
-        replace(self.settings[0] / name, data)
+        replace(self._directory / name, data)
 
 
 def _make_folder(folder: Path) -> None:
@@ -464,26 +493,31 @@ def _job() -> str:
 
 
 def _text(error: BaseException) -> str:
-    freed = " after hypergrid.abort() freed this rank" * store.was_aborted()  # torch blames a peer
-    return f"{type(error).__name__}{freed}: {error}"[:_TEXT]
+    kind = type(error).__name__
+    if store.was_aborted():  # torch blames a peer
+        kind = f"{kind} after hypergrid.abort() freed this rank"
+    text = f"{kind}: {error}"
+    return text[:_TEXT]
 
 
-def _outwards(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+def _outwards(trace: TracebackType | None) -> Iterator[_Line]:
     """From where it was raised to the start of the thread."""
-    yield from [*traceback.walk_tb(trace)][::-1]
+    lines = list(traceback.walk_tb(trace))
+    yield from reversed(lines)
     if trace is not None and trace.tb_frame.f_back is not None:
         yield from traceback.walk_stack(trace.tb_frame.f_back)
 
 
-def _rows(walked: Iterable[tuple[FrameType, int]]) -> list[_Row]:
+def _rows(lines: Iterable[_Line]) -> list[_Row]:
     """File, line and function from the innermost frame on, as if nothing was recorded."""
     rows: list[_Row] = []
-    for frame, line in islice(walked, _FRAMES):
+    for frame, line in islice(lines, _FRAMES):
         code = frame.f_code
         if code is Recorder._on_signal.__code__:  # the main thread had not left it yet
             rows.clear()
         elif code.co_filename != point_to_point.__file__:
-            rows.append((code.co_filename, line, code.co_name))
+            row = (code.co_filename, line, code.co_name)
+            rows.append(row)
     return rows
 
 
@@ -492,16 +526,17 @@ def _number(name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _joined(dumps: Sequence[bytes]) -> dict[str, Any]:
+def _joined(dumps: Iterable[bytes]) -> dict[str, Any]:
     """NCCL and the other backends have a flight recorder each: one dump of all."""
     whole: dict[str, Any] = {}
-    for recorder in map(pickle.loads, dumps):
-        for key, value in recorder.items():
-            if isinstance(value, dict):
-                whole[key] = whole.get(key, {}) | value
-            elif isinstance(value, list):
-                whole[key] = [*whole.get(key, []), *value]
-            else:
-                whole.setdefault(key, value)
-    whole.get("entries", []).sort(key=lambda entry: entry["time_created_ns"])
+    entries = []
+    groups: dict[str, Any] = {}
+    for dump in dumps:
+        recorder = pickle.loads(dump)
+        entries += recorder.get("entries", [])
+        groups |= recorder.get("pg_config", {})
+        whole = recorder | whole
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    whole["entries"] = entries
+    whole["pg_config"] = groups
     return whole

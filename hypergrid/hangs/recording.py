@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,10 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
+
+
+Stack: TypeAlias = tuple[Frame, ...]  # the innermost frame first
+Ranks: TypeAlias = tuple[int, ...]
 
 
 class What(NamedTuple):
@@ -43,13 +47,7 @@ class Title(NamedTuple):
     @property
     def what(self) -> What:
         """Name, sizes and dtypes."""
-        return _what(self.text)
-
-    @property
-    def backend(self) -> str:
-        """Such as "gloo"; "nccl" for each of NCCL's backends, as torch 2.15 has several."""
-        prefix, _, _ = self.text.partition(":")
-        return "nccl" if prefix.startswith("nccl") else prefix
+        return _operation_of(self.text)
 
 
 class Call(NamedTuple):
@@ -61,7 +59,7 @@ class Call(NamedTuple):
     started: int
     completed: int
     done: bool
-    frames: tuple[Frame, ...]  # innermost first; only of a call that is not done, or the last
+    frames: Stack  # innermost first; only of a call that is not done, or the last
 
     @property
     def group(self) -> str:
@@ -88,12 +86,12 @@ class Calls(Sequence[Call]):
 
     def __init__(
         self,
-        titles: list[Title] | None = None,
+        titles: Sequence[Title] = (),
         columns: Any = ((),) * 6,
-        frames: Mapping[int, tuple[Frame, ...]] | None = None,
+        frames: Mapping[int, Stack] | None = None,
     ) -> None:
-        self.titles = [] if titles is None else titles
-        self.frames = dict(frames or {})
+        self.titles = titles
+        self.frames = frames or {}
         self.columns = np.array(columns, np.int64)
         self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
 
@@ -108,8 +106,15 @@ class Calls(Sequence[Call]):
     def __getitem__(self, at: int) -> Call:  # type: ignore[override]
         place = range(len(self))[at]  # calls[-1] is the last
         title, seq, created, started, completed, done = self.columns[:, place].tolist()
-        frames = self.frames.get(place, ())
-        return Call(self.titles[title], seq, created, started, completed, bool(done), frames)
+        return Call(
+            self.titles[title],
+            seq,
+            created,
+            started,
+            completed,
+            done=bool(done),
+            frames=self.frames.get(place, ()),
+        )
 
     def at(self, places: Any) -> Calls:
         """The calls at some places, or where a mask is true, in that order."""
@@ -125,12 +130,14 @@ class Calls(Sequence[Call]):
         frames = dict(self.frames)
         for place, stack in later.frames.items():
             frames[len(self) + place] = stack
-        joined = Calls(self.titles, np.hstack((self.columns, later.columns)), frames)
-        return joined.at(np.argsort(joined.created, kind="stable"))
+        columns = np.hstack((self.columns, later.columns))
+        joined = Calls(self.titles, columns, frames)
+        order = np.argsort(joined.created, kind="stable")
+        return joined.at(order)
 
 
 @lru_cache(maxsize=4096)
-def _what(text: str) -> What:
+def _operation_of(text: str) -> What:
     # "gloo:send 0->1|[[4]]|[[4]]|['Float']|['Float']": name, sizes and dtypes of both sides
     title, *shapes = text.split("|")
     name, _, detail = title.rpartition(":")[2].partition(" ")
@@ -143,7 +150,7 @@ class Group:
 
     name: str  # torch's
     label: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: Ranks = ()
     dims: tuple[str, ...] = ()
 
     @property
@@ -167,8 +174,9 @@ class RankRecording:
     job: str = ""  # the launcher's name of the job
     reason: str = ""
     error: str = ""
-    stack: tuple[Frame, ...] = ()  # of the main thread, innermost first
+    stack: Stack = ()  # of the main thread, innermost first
     calls: Calls = field(default_factory=Calls)
+    sends: Calls = field(default_factory=Calls)  # and receives of gloo, which its recorder lacks
     whole: bool = True  # the recorder reaches back to the first call
     has_calls: bool = False  # a flight recorder was read
 

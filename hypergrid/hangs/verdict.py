@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from hypergrid.hangs.causes import Cause, Kind, Rules
-from hypergrid.hangs.recording import Call, Frame, Recording
-from hypergrid.hangs.waiting import UNRECORDED, Wait, Waiting, pair_of
+from hypergrid.hangs.history import Departure
+from hypergrid.hangs.recording import Call, Frame, RankRecording, Ranks, Recording
+from hypergrid.hangs.waiting import UNRECORDED, Place, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
 
 SCHEMA = 1
@@ -41,15 +42,15 @@ class Diagnosis:
 
     kind: Kind
     sentence: str
-    ranks: tuple[int, ...] = ()
+    ranks: Ranks = ()
     certain: bool = True
     group: str | None = None
-    members: tuple[int, ...] = ()
+    members: Ranks = ()
     operation: str | None = None
     seq: int | None = None
     seconds: float | None = None  # since when others wait; a lower bound
     chain: tuple[str, ...] = ()
-    waiting: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    waiting: Mapping[int, Ranks] = field(default_factory=dict)
     states: Mapping[int, State] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -74,7 +75,10 @@ def diagnose(recording: Recording, *, patience: float = PATIENCE) -> Diagnosis:
     sentence = words.sentence()
     if cause.kind != "slow":  # it begins with the name of a call
         sentence = sentence[:1].upper() + sentence[1:]
-    needed = {rank: tuple(waiting.needs(rank))[:_SHOWN] for rank in sorted(waiting.blocked)}
+    needed = {}
+    for rank in sorted(waiting.blocked):
+        needed_ranks = sorted(waiting.needs(rank))
+        needed[rank] = tuple(needed_ranks[:_SHOWN])
     diagnosis = Diagnosis(
         cause.kind,
         sentence,
@@ -88,25 +92,27 @@ def diagnose(recording: Recording, *, patience: float = PATIENCE) -> Diagnosis:
     wait = cause.wait
     if wait is None:
         return diagnosis
+    group, seq = wait.place
     return replace(
         diagnosis,
-        group=recording.groups[wait.group].shown,
-        members=waiting.members(wait.group),
+        group=recording.groups[group].shown,
+        members=tuple(waiting.members(group)),
         operation=wait.call.what.name,
-        seq=wait.seq,
+        seq=seq,
         seconds=wait.ns / 1e9,
     )
 
 
 def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
     """The state of each rank; of several that hold, the last of these."""
-    states: dict[int, State] = dict.fromkeys(waiting.world, "elsewhere")
+    states: dict[int, State] = {}
+    states |= dict.fromkeys(waiting.world, "elsewhere")
     for wait in waiting.running:
-        states.update(dict.fromkeys(wait.inside, "running"))
-    states.update(dict.fromkeys(waiting.blocked, "waiting"))
-    states.update(dict.fromkeys(waiting.raised, "raised"))
-    states.update(dict.fromkeys(waiting.gone, "no dump"))
-    states.update(dict.fromkeys(cause.ranks, "cause"))
+        states |= dict.fromkeys(wait.inside, "running")
+    states |= dict.fromkeys(waiting.blocked, "waiting")
+    states |= dict.fromkeys(waiting.raised, "raised")
+    states |= dict.fromkeys(waiting.gone, "no dump")
+    states |= dict.fromkeys(cause.ranks, "cause")
     return states
 
 
@@ -114,45 +120,33 @@ def _states(waiting: Waiting, cause: Cause) -> dict[int, State]:
 _NEXT = {
     "mismatch": "compare the lines of the script that make these two calls.",
     "order": "find the condition in the script that only some ranks meet before these calls.",
-    "raised": "read the error in the output of {rank}.",
-    "no dump": "look for {rank} in the kernel's log of the host, and in the scheduler's log.",
-    "never entered": "read the stack of {rank}, and ask again: if the rank is only slow, the "
+    "raised": "read the error in the output of {ranks}.",
+    "no dump": "look for {ranks} in the kernel's log of the host, and in the scheduler's log.",
+    "never entered": "read the stack of {ranks}, and ask again: if the rank is only slow, the "
     "number of its last call grows.",
     "root": "compare the roots that the ranks name, then look at the network and the devices.",
     "slow": "look at the network and the devices of the ranks in that call.",
 }
 _DOUBTS = {
     "few": "this may not be the directory of all ranks",
-    "alone": "nobody is seen to wait for {them}",
+    "alone": "nobody is seen to wait for {ranks}",
     "partial": "a rank may be missing that these files do not show",
     "root": "torch does not record roots, and the ranks may have named different ones",
-    "unread": "what {they} did is not known",
+    "unread": "the calls of {ranks} are not known",
     "mixed": "{mixed}. The files seem to be of two jobs, or of two times",
-    "old": "{their} dump was written before that call, or while {they} still worked, and {they} "
-    "may have come since. Have all ranks write at the same time",
+    "old": "a dump of {ranks} was written before that call, or while the rank still worked, and "
+    "the rank may have come since. Have all ranks write at the same time",
     "hidden": "sends and receives are not recorded, and ranks may wait for others in one. "
     "HYPERGRID_RECORD_P2P=1 records them",
     "blind": "the flight recorder of {blind} is missing or cut, and what was called there is not "
     "known",
-    "either": "{they} may be right, and another rank made a call too many or too few",
+    "either": "{ranks} may be right, and another rank made a call too many or too few",
     "which": "which of them did not do what was due cannot be seen",
 }
-
-
-_SINGULAR = {
-    "they": "it",
-    "their": "its",
-    "them": "it",
-    "They are": "It is",
-    "dumps": "its dump",
-}
-_PLURAL = {
-    "they": "they",
-    "their": "their",
-    "them": "them",
-    "They are": "They are",
-    "dumps": "their dumps",
-}
+_KEEPS = (
+    "Torch keeps calls with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch "
+    "2.9) in the job's environment."
+)
 
 
 class _Words:
@@ -163,8 +157,6 @@ class _Words:
         self.ranks = waiting.ranks
         self.groups = waiting.recording.groups
         self.cause = cause
-        self.is_plural = len(cause.ranks) > 1
-        self.pronouns = _PLURAL if self.is_plural else _SINGULAR
 
     def sentence(self) -> str:
         """The verdict."""
@@ -175,12 +167,13 @@ class _Words:
             "mismatch": self._mismatch,
             "order": self._order,
         }
-        text = sentences.get(self.cause.kind, self._absent)()
+        to_text = sentences.get(self.cause.kind, self._absent)
+        text = to_text()
         if not self.cause.doubt:
             return text
         doubt = _DOUBTS[self.cause.doubt].format(
-            **self.pronouns,
-            blind=_ranks(sorted(self.waiting.blind)),
+            ranks=_ranks(self.cause.ranks),
+            blind=_ranks(self.waiting.blind),
             mixed=self.waiting.recording.mixed,
         )
         return f"{text} Not certain: {doubt}."
@@ -188,75 +181,78 @@ class _Words:
     def chain(self) -> list[str]:
         """Why it is so, what the others do, and what to look at next."""
         cause = self.cause
-        lines = self._places()
-        if cause.kind != "slow":
-            lines += self._waits()
+        lines = self._places()[:2]
+        waiting_ranks = self._waiting_elsewhere()
+        calls: set[Place] = set()
+        for rank in waiting_ranks:
+            for wait in self.waiting.of[rank]:
+                calls.add(wait.place)
+        if calls:
+            ranks = _ranks(waiting_ranks, "waits", "wait")
+            number = _many(len(calls), "call")
+            lines.append(f"{ranks} in {number}.")
         advice = _NEXT.get("root" if cause.doubt == "root" else cause.kind)
         if advice is not None:
-            lines.append(f"Next: {advice.format(rank=_ranks(cause.ranks))}")
+            ranks = _ranks(cause.ranks)
+            lines.append(f"Next: {advice.format(ranks=ranks)}")
         return lines
 
-    def _waits(self) -> list[str]:
-        """Who misses the cause, and how many ranks wait elsewhere."""
+    def _waiting_elsewhere(self) -> set[int]:
+        """The waiting ranks that are in no line before."""
         cause = self.cause
-        lines = []
-        shown_place = None
-        if cause.wait is not None and not cause.circle:
-            lines.append(self._line(cause.wait))
-            shown_place = cause.wait[:2]
-        shown_ranks = set(cause.ranks)
-        for rank, _, _ in cause.circle:
-            shown_ranks.add(rank)
-        elsewhere: set[int] = set()
-        calls = set()
-        for wait in self.waiting.waits:
-            waiting_ranks = {*wait.inside} - shown_ranks
-            if waiting_ranks and wait[:2] != shown_place:
-                elsewhere |= waiting_ranks
-                calls.add(wait[:2])
-        if elsewhere:
-            ranks = _ranks(sorted(elsewhere), "waits", "wait")
-            lines.append(f"{ranks} in {_many(len(calls), 'call')}.")
-        return lines
+        waiting_ranks = set(self.waiting.of)
+        waiting_ranks.difference_update(cause.ranks)
+        if cause.circle:
+            for rank, _, _ in cause.circle:
+                waiting_ranks.discard(rank)
+        elif cause.wait is not None:
+            waiting_ranks -= cause.wait.inside
+        return waiting_ranks
 
     def _places(self) -> list[str]:
-        """Where the ranks of the cause are, in at most two lines."""
+        """Where the ranks of the cause are, or those that wait for them."""
         cause = self.cause
         if cause.circle:
-            return [self._step(*step) for step in cause.circle[:2]]
+            return [self._step(*step) for step in cause.circle]
         lines = []
         if cause.kind == "mismatch":
-            for rank, call, _ in self._unequal():
-                if call.frames:
-                    lines.append(f"rank {rank} made the call in {_at(call.frames)}.")
-        # The sentence says where a rank is that never entered a call.
+            for rank, calls in self._unequal():
+                frames = calls[rank].frames
+                if frames:
+                    place = _at(frames)
+                    lines.append(f"rank {rank} made the call in {place}.")
+        elif cause.wait is not None:
+            # The sentence on a slow call says who is in it.
+            if cause.kind != "slow":
+                line = self._line(cause.wait)
+                lines.append(line)
         elif cause.kind == "empty" or (cause.kind == "order" and cause.doubt == "hidden"):
-            for rank in sorted(self.waiting.unseen or self.ranks):
+            stuck_ranks = self.waiting.unseen or self.ranks
+            for rank in sorted(stuck_ranks):
                 stack = self.ranks[rank].stack
                 if stack:
-                    lines.append(f"rank {rank} is in {_at(stack)}.")
-        return lines[:2]
+                    place = _at(stack)
+                    lines.append(f"rank {rank} is in {place}.")
+        return lines
 
     def _step(self, rank: int, needed: int, wait: Wait | None) -> str:
         """Who waits for whom in a circle."""
         if wait is None:
             return f"rank {rank} is in a send or recv and may wait for rank {needed}."
+        call = self._call(wait)
+        state = "is in"
         if rank in wait.behind:
-            queued = f"rank {rank} has queued {self._call(wait)} behind another call"
-            return f"{queued}, and waits for rank {needed}."
-        return f"rank {rank} is in {self._call(wait)} and waits for rank {needed}."
+            state = "has queued"
+        return f"rank {rank} {state} {call} and waits for rank {needed}."
 
     def _line(self, wait: Wait) -> str:
         """Who is in a call, and for whom these ranks wait."""
         # A rank that has queued the call is not in it, and the others wait for it.
-        entered = sorted({*wait.inside} - {*wait.behind})
-        if not entered:
-            entered = sorted(wait.inside)
-        missed = sorted({*wait.missed} - {*entered})
-        if not missed:
-            missed = sorted(wait.missed)
+        entered = wait.inside - wait.behind or wait.inside
+        missed = wait.missed - entered or wait.missed
         inside = _ranks(entered, "is in it and waits", "are in it and wait")
-        return f"{self._call(wait)}: {inside} for {_ranks(missed)}."
+        call = self._call(wait)
+        return f"{call}: {inside} for {_ranks(missed)}."
 
     # The kinds.
 
@@ -269,22 +265,19 @@ class _Words:
         well = "nobody is stuck"
         if not running:
             well = "the script of every rank ended, none by an exception"
-        text = f"{_many(len(self.ranks), 'rank')} made {calls:,} calls, and {well}."
+        ranks = _many(len(self.ranks), "rank")
+        text = f"{ranks} made {calls:,} calls, and {well}."
         if self.cause.doubt:
             return text
         return f"nothing is wrong: {text}"
 
     def _nothing(self) -> str:
-        keeps = (
-            "Torch keeps calls with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before "
-            "torch 2.9) in the job's environment."
-        )
         if any(recording.answered for recording in self.ranks.values()):
-            return f"no collective is recorded. {keeps}"
+            return f"no collective is recorded. {_KEEPS}"
         return (
             "no rank has written what it was doing: no flight recorder, stack or error. Ranks that "
             "still run and record by hypergrid.record write on hypergrid diagnose --ask DIR. "
-            f"{keeps}"
+            f"{_KEEPS}"
         )
 
     def _slow(self) -> str:
@@ -299,34 +292,33 @@ class _Words:
         assert self.cause.wait is not None
         return self.cause.wait
 
-    def _unequal(self) -> list[tuple[int, Call, set[int]]]:
-        """A rank, its call and the ranks that called the same; then those of another call there."""
-        wait = self._wait()
-        parts = self.waiting.unequal[wait[:2]]
-        named = parts[0]
-        for ranks in reversed(parts):
-            if not ranks.isdisjoint(self.cause.ranks):
-                named = ranks
+    def _unequal(self) -> list[tuple[int, dict[int, Call]]]:
+        """A rank of the cause and all that called the same; then those of another call there."""
+        parts = self.waiting.unequal[self._wait().place]
+        cause_ranks = set(self.cause.ranks)
+        named = next(part for part in parts if cause_ranks & part.keys())
         # Of the other calls the one that most ranks made.
         largest = parts[-1]
-        if largest is named:
+        if named is largest:
             largest = parts[-2]
-        calls = []
-        for ranks in (named, largest):
-            rank = min(ranks.intersection(self.cause.ranks) or ranks)
-            call = self.waiting.call_of(rank, *wait[:2])
-            if call is not None:
-                calls.append((rank, call, ranks))
-        return calls
+        unequal = []
+        for part in (named, largest):
+            ranks = cause_ranks & part.keys() or part
+            unequal.append((min(ranks), part))
+        return unequal
 
     def _mismatch(self) -> str:
-        wait = self._wait()
-        (_, call, _), (_, other_call, others) = self._unequal()
-        named = [rank for rank in self.cause.ranks if rank not in others]  # of two ranks both are
+        (rank, calls), (other_rank, other_calls) = self._unequal()
+        call = calls[rank]
+        other_call = other_calls[other_rank]
+        # Of two ranks that differ, both are the cause.
+        named = [rank for rank in self.cause.ranks if rank not in other_calls]
+        group = self._group(call.group)
+        shown = _shown(call, other_call)
+        other_shown = _shown(other_call, call)
         return (
-            f"{self._named(named)} called {_shown(call, other_call)} as #{wait.seq} of "
-            f"{self._group(wait.group)}, where {_ranks(sorted(others))} called "
-            f"{_shown(other_call, call)}.{self._evidence()}"
+            f"{self._named(named)} called {shown} as #{call.seq} of {group}, where "
+            f"{_ranks(other_calls)} called {other_shown}.{self._evidence()}"
         )
 
     def _evidence(self) -> str:
@@ -334,113 +326,135 @@ class _Words:
         departure = self.cause.departure
         if departure is None:
             return ""
+        rank = departure.rank
         due = self._title(departure.due)
-        if departure.others and departure.others >= departure.alike:
-            others = _many(departure.others, "other rank")
-            text = f" There {others} that had done the same until then called {due}"
-            if departure.before:
-                text = f"{text}, as rank {departure.rank} did in earlier steps"
-            return f"{text}."
-        if departure.before:
+        if not departure.peers:
             name, _, _ = due.partition(" #")
-            return f" There rank {departure.rank} called {name} in earlier steps."
-        return ""
+            return f" There rank {rank} called {name} in earlier steps."
+        peers = _many(departure.peers, "other rank")
+        text = f" There {peers} that had done the same until then called {due}"
+        if departure.before:
+            text += f", as rank {rank} did in earlier steps"
+        return f"{text}."
 
     def _absent(self) -> str:
         wait = self.cause.wait
-        named = self._named(self.cause.ranks)
+        ranks = self.cause.ranks
+        named = self._named(ranks)
         where = self._whereabouts()
-        if wait is None:
+        if wait is not None:
+            missed = self._missed(wait)
+        elif self.waiting.guessing.issubset(ranks):
+            return f"{named} {where}"  # nobody is seen to wait
+        else:
             missed = self._missed_unrecorded()
-            if missed:
-                return f"{named} {missed}; {where}"
-            subject = f"{self.pronouns['they']} "
-            return f"{named} {where.removeprefix(subject)}"
+        subject = f"rank {ranks[0]}"
+        if len(ranks) == 1:
+            subject = "it"
+        elif self.cause.kind == "no dump":
+            subject = "they"
+        return f"{named} {missed}; {subject} {where}"
+
+    def _missed(self, wait: Wait) -> str:
+        """The call in which others wait for the first cause."""
         call = self._call(wait)
         if not wait.call.p2p:
-            return f"{named} never entered {call}, which {self._inside(wait, 'in')}; {where}"
-        verb = "received" if wait.call.what.name == "send" else "sent"
+            return f"never entered {call}, which {self._inside(wait, 'in')}"
+        verb = "sent"
+        if wait.call.what.name == "send":
+            verb = "received"
         waiters = _ranks(wait.inside, "has", "have")
         lasting = self._lasting(wait)
-        return f"{named} never {verb} what {waiters} been waiting for in {call}{lasting}; {where}"
+        return f"never {verb} what {waiters} been waiting for in {call}{lasting}"
 
     def _missed_unrecorded(self) -> str:
-        """The call, not recorded, in which others wait; nothing if nobody is seen to wait."""
-        guessing = sorted(self.waiting.guessing - {*self.cause.ranks})
-        if not guessing:
-            return ""
-        frame = self.waiting.unrecorded_frame(guessing[0])
+        """The call, not recorded, in which others wait."""
+        waiting_ranks = self.waiting.guessing.difference(self.cause.ranks)
+        frame = self.waiting.unrecorded_frame(min(waiting_ranks))
         function = "a send or recv"
         if frame is not None and frame.function in UNRECORDED:
             function = frame.function
-        return f"did not take part in {function}, in which {_ranks(guessing, 'waits', 'wait')}"
+        waiters = _ranks(waiting_ranks, "waits", "wait")
+        return f"did not take part in {function}, in which {waiters}"
+
+    def _whereabouts(self) -> str:
+        """The known facts about where the first cause is, in words that follow its name."""
+        cause = self.cause
+        rank = cause.ranks[0]
+        recording = self.ranks.get(rank, RankRecording(rank))
+        if cause.doubt == "unread":
+            return "left a dump that could not be read."
+        if cause.kind == "no dump":
+            process = ""
+            if recording.pid and len(cause.ranks) == 1:
+                process = f" (pid {recording.pid} on {recording.host})"
+            return f"left no dump: ended, stopped or unreachable{process}."
+        if cause.kind == "raised":
+            error = recording.error[:200]
+            return f"raised {error.rstrip('.')}."
+        facts = []
+        if recording.ended:
+            facts.append("has ended its script")
+        elif recording.stack:
+            facts.append(f"is in {_at(recording.stack)}")
+        if recording.calls:
+            last = recording.calls[-1]
+            unfinished = "" if last.done else ", not finished"
+            facts.append(f"last called {self._title(last)}{unfinished}")
+        elif rank in self.waiting.blind:
+            facts.append("left no flight recorder")
+        else:
+            facts.append("has called nothing so far")
+        text = ", and ".join(facts)
+        return f"{text}."
 
     def _order(self) -> str:
         cause = self.cause
         departure = cause.departure
         if departure is None and not cause.circle:
-            return f"{_ranks(cause.ranks, 'is', 'are')} in a send or recv."
+            ranks = _ranks(cause.ranks, "is", "are")
+            return f"{ranks} in a send or recv."
         texts = []
         if departure is not None:
-            call = self._title(self.ranks[departure.rank].calls[departure.at])
-            if departure.after is not None:
-                call = f"{call} after {self._title(departure.after)}"
-            due = f"where {self._title(departure.due)} is next"
-            texts.append(f"{self._named(cause.ranks)} called {call}, {due}.{self._evidence()}")
+            named = self._named(cause.ranks)
+            departed = self._departed(departure)
+            texts.append(f"{named} {departed}.{self._evidence()}")
         if cause.circle:
-            texts.append(self._deadlock("That is a deadlock" if texts else "deadlock"))
+            title = "That is a deadlock" if texts else "deadlock"
+            deadlock = self._deadlock()
+            texts.append(f"{title}: {deadlock}.")
         elif cause.wait is not None:
-            texts.append(f"{self.pronouns['They are']} in {self._call(cause.wait)}.")
+            call = self._call(cause.wait)
+            texts.append(f"Ranks wait in {call}.")
         return " ".join(texts)
 
-    def _deadlock(self, title: str) -> str:
+    def _departed(self, departure: Departure) -> str:
+        """The call that was made instead of the one that was due."""
+        at = departure.at
+        calls = self.ranks[departure.rank].calls
+        call = self._title(calls[at])
+        due = self._title(departure.due)
+        if at > 0:
+            call_before = self._title(calls[at - 1])
+            call = f"{call} after {call_before}"
+        return f"called {call}, where {due} is next"
+
+    def _deadlock(self) -> str:
         ranks = []
-        calls: list[str] = []
+        calls = []
         for rank, _, wait in self.cause.circle:
             ranks.append(rank)
-            if wait is not None and self._call(wait) not in calls:
+            if wait is not None:
                 calls.append(self._call(wait))
-        where = " and ".join(calls[:2]) or "send and recv"
-        return f"{title}: {_ranks(ranks)} wait for each other in {where}."
-
-    def _whereabouts(self) -> str:
-        """The known facts about where the first cause is."""
-        cause = self.cause
-        rank = cause.ranks[0]
-        recording = self.ranks.get(rank)
-        if cause.doubt == "unread":
-            return f"{self.pronouns['dumps']} could not be read."
-        if cause.kind == "no dump" or recording is None:
-            process = ""
-            if recording is not None and recording.pid and not self.is_plural:
-                process = f" (pid {recording.pid} on {recording.host})"
-            return f"{self.pronouns['they']} left no dump: ended, stopped or unreachable{process}."
-        subject = f"rank {rank}" if self.is_plural else "it"
-        if cause.kind == "raised":
-            error, _, _ = recording.error.partition("\n")
-            return f"{subject} raised {error[:200].rstrip('.')}."
-        facts = []
-        if recording.ended:
-            facts.append(f"the script of rank {rank} has ended")
-        elif recording.stack:
-            facts.append(f"{subject} is in {_at(recording.stack)}")
-        last = self.waiting.last.get(rank)
-        if last is not None:
-            owner = "its" if facts or not self.is_plural else f"rank {rank}'s"
-            unfinished = "" if last.done else ", not finished"
-            facts.append(f"{owner} last call was {self._title(last)}{unfinished}")
-        elif rank in self.waiting.blind:
-            facts.append(f"the calls of rank {rank} are not known")
-        else:
-            facts.append(f"{subject} has called nothing so far")
-        return f"{', and '.join(facts)}."
+        # Several ranks can be in one call.
+        first_calls = list(dict.fromkeys(calls))[:2]
+        where = " and ".join(first_calls) or "send and recv"
+        return f"{_ranks(ranks)} wait for each other in {where}"
 
     # Names.
 
-    def _title(self, call: Call | None) -> str:
+    def _title(self, call: Call) -> str:
         """Such as "all_reduce #3 of DATA_PARALLEL_GROUP"."""
-        if call is None:
-            return "nothing"
         name = call.what.name
         if call.p2p:
             name = f"{name} {call.what.detail}"
@@ -453,15 +467,17 @@ class _Words:
 
     def _call(self, wait: Wait) -> str:
         """Such as "all_reduce #3 of DATA 0, 2", or "send from rank 0 to rank 2 of PIPELINE"."""
+        group, seq = wait.place
         operation = wait.call.what
         if not wait.call.p2p:
-            return f"{operation.name} #{wait.seq} of {self._group(wait.group)}"
-        group = self.groups[wait.group].shown
-        pair = pair_of(operation, self.waiting.members(wait.group))
+            return f"{operation.name} #{seq} of {self._group(group)}"
+        label = self.groups[group].shown
+        members = self.waiting.members(group)
+        pair = pair_of(operation, members)
         if pair is None:
-            return f"{operation.name} of {group}"
+            return f"{operation.name} of {label}"
         source, target = pair
-        return f"{operation.name} from rank {source} to rank {target} of {group}"
+        return f"{operation.name} from rank {source} to rank {target} of {label}"
 
     def _named(self, ranks: Sequence[int]) -> str:
         """With its host and coordinates, if it is one."""
@@ -469,43 +485,48 @@ class _Words:
             return _ranks(ranks)
         (rank,) = ranks
         facts = []
-        if rank in self.ranks and self.ranks[rank].host:
+        if rank in self.ranks:
             facts.append(self.ranks[rank].host)
-        places = coordinate(self.waiting.recording, rank)
-        if places:
-            facts.append(" ".join(f"{dim}={place}" for dim, place in places.items()))
-        if not facts:
+        facts.append(_coordinate(self.waiting.recording, rank))
+        known_facts = [fact for fact in facts if fact]
+        if not known_facts:
             return f"rank {rank}"
-        return f"rank {rank} ({', '.join(facts)})"
+        return f"rank {rank} ({', '.join(known_facts)})"
 
     def _inside(self, wait: Wait, place: str) -> str:
         """Such as "rank 4 has been in it for 3.2 s"."""
         lasting = self._lasting(wait)
-        if lasting:
-            return f"{_ranks(wait.inside, 'has', 'have')} been {place}{lasting}"
-        return f"{_ranks(wait.inside, 'is', 'are')} {place}"
+        if not lasting:
+            return f"{_ranks(wait.inside, 'is', 'are')} {place}"
+        return f"{_ranks(wait.inside, 'has', 'have')} been {place}{lasting}"
 
     def _lasting(self, wait: Wait) -> str:
         """Such as " for 3.2 s"; nothing for an instant."""
         if wait.ns < 10**8:
             return ""
+        duration = lasting(wait.ns)
         # Without the time of the dump, the time until the last event of any rank is known.
         is_known = any(self.ranks[rank].written for rank in wait.inside)
-        least = "" if is_known else "at least "
-        return f" for {least}{lasting(wait.ns)}"
+        if not is_known:
+            duration = f"at least {duration}"
+        return f" for {duration}"
 
 
-def coordinate(recording: Recording, rank: int) -> dict[str, int]:
-    """A rank's coordinate: its places in the largest recorded group over each dim."""
-    largest: dict[str, tuple[int, ...]] = {}
+def _coordinate(recording: Recording, rank: int) -> str:
+    """A rank's places in the largest recorded group over each dim: "tp=1 dp=0"."""
+    largest: dict[str, Ranks] = {}
     for group in recording.groups.values():
         if len(group.dims) != 1 or rank not in group.ranks:
             continue
         (dim,) = group.dims
         # A group of one rank says nothing about the size of its dim.
-        if len(group.ranks) > len(largest.get(dim, (0,))):
+        least_size = len(largest.get(dim, (rank,)))
+        if len(group.ranks) > least_size:
             largest[dim] = group.ranks
-    return {dim: members.index(rank) for dim, members in largest.items()}
+    places = []
+    for dim, members in largest.items():
+        places.append(f"{dim}={members.index(rank)}")
+    return " ".join(places)
 
 
 def lasting(ns: int) -> str:
@@ -513,29 +534,33 @@ def lasting(ns: int) -> str:
     seconds = ns / 1e9
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    minutes, seconds = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
 
 
-def _shown(call: Call, other: Call) -> str:
+def _shown(call: Call, other_call: Call) -> str:
     """A call by that in which it differs from another: "all_reduce of size [4]"."""
     operation = call.what
-    other_operation = other.what
+    other_operation = other_call.what
     if operation.name != other_operation.name:
         return operation.name
     if operation.detail != other_operation.detail:
         return f"{operation.name} with {operation.detail or 'no root'}"
     kind = "size"
-    values = [operation.inputs, operation.outputs]
-    if values == [other_operation.inputs, other_operation.outputs]:
+    values = (operation.inputs, operation.outputs)
+    other_values = (other_operation.inputs, other_operation.outputs)
+    if values == other_values:
         kind = "dtype"
-        values = [operation.input_dtypes, operation.output_dtypes]
-    if values[0] == values[1]:
-        del values[1]
-    texts = [value[1:-1].replace("'", "") or "none" for value in values]
-    return f"{operation.name} of {kind} {' -> '.join(texts)[:80]}"
+        values = (operation.input_dtypes, operation.output_dtypes)
+    texts = []
+    for value in dict.fromkeys(values):
+        text = value[1:-1].replace("'", "")
+        texts.append(text or "none")
+    joined = " -> ".join(texts)
+    return f"{operation.name} of {kind} {joined[:80]}"
 
 
 def _at(stack: Sequence[Frame]) -> str:
@@ -548,20 +573,21 @@ def _at(stack: Sequence[Frame]) -> str:
     return f"{shown.function} ({shown.file}:{shown.line})"
 
 
-def _ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
+def _ranks(ranks: Iterable[int], verb: str = "", plural_verb: str = "") -> str:
     """The ranks, and the verb that belongs to one or to several."""
-    if not ranks:
-        return ""
+    ranks = sorted(ranks)
+    text = f"ranks {_span(ranks)} {plural_verb}"
     if len(ranks) == 1:
-        return f"rank {ranks[0]} {one}".rstrip()
-    return f"ranks {_span(sorted(ranks))} {several}".rstrip()
+        text = f"rank {ranks[0]} {verb}"
+    return text.rstrip()
 
 
 def _span(ranks: Sequence[int]) -> str:
-    text = span_of(ranks).replace(",", ", ")
-    if len(text) > 40:
+    text = span_of(ranks)
+    spaced = text.replace(",", ", ")
+    if len(spaced) > 40:
         return f"{ranks[0]}..{ranks[-1]} ({len(ranks)} ranks)"
-    return text
+    return spaced
 
 
 def _many(number: int, word: str) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,41 +14,53 @@ from hypergrid.hangs.recording import DEFAULT, Call, Calls, Frame, Recording, Ti
 
 _NOWHERE = -1  # the last number of a rank that did not call a group
 _ALL = 1 << 62  # more than any number
-_P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 # Calls that gloo's recorder may lack, and the stacks show.
-UNRECORDED = (*_P2P, "monitored_barrier", "gather", "gather_object", "scatter")
+_UNRECORDED_COLLECTIVES = ("monitored_barrier", "gather", "gather_object", "scatter")
+UNRECORDED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", *_UNRECORDED_COLLECTIVES)
 _OF_OTHERS = re.compile(
     r"timed? ?out|connection (was )?(closed|reset|refused)|broken pipe|remote process|"
     r"peer closed|socket|other rank|watchdog|abort|gloo.*(enforce|preamble)|nccl\w*error",
     re.IGNORECASE,
 )
+_OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
+_PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
 # The members of a group need not agree on what only one of them gives, or takes.
 _ONLY_INPUTS = ("gather", "reduce")
 _ONLY_OUTPUTS = ("scatter", "broadcast")
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Wait:
     """Equal calls with one number in one group, which cannot end before others make them.
 
     ``absent`` have not called it, ``unlike`` have called something else in its place, ``behind``
     have it in their queue after calls that have not ended either.
     """
 
-    group: str
-    seq: int
     call: Call  # of ``rank``, which has been in it for longest
     rank: int
     at: int  # the place of the call among those of the rank
-    inside: tuple[int, ...]
-    absent: tuple[int, ...]
-    unlike: tuple[int, ...]
-    behind: tuple[int, ...]
+    inside: Set[int]
+    absent: Set[int]
+    unlike: Set[int]
+    behind: Set[int]
     ns: int  # how long
 
     @property
-    def missed(self) -> tuple[int, ...]:
+    def place(self) -> Place:
+        """The group, and the number of the call in it."""
+        return self.call.group, self.call.seq
+
+    @property
+    def missed(self) -> Set[int]:
         """All for whom it waits."""
-        return self.absent + self.unlike + self.behind
+        return self.absent | self.unlike | self.behind
+
+
+# A call by its group and its number there.
+Place: TypeAlias = tuple[str, int]
+# Who waits for whom, and where; None if that is guessed.
+Step: TypeAlias = tuple[int, int, Wait | None]
 
 
 class _Pending(NamedTuple):
@@ -84,8 +97,9 @@ class Waiting:
     a stack and without a flight recorder, ``raised`` those with an error of their own and
     ``victims`` those whose error comes from another rank. ``unseen`` are in a send or receive that
     is not recorded; they and victims are ``guessing``: each may wait for any other rank.
-    ``unequal`` are the ranks that made different calls at one place of a group, the most ranks
-    last; ``last`` is the last call of each rank.
+    ``unequal`` are the different calls that ranks made at one place of a group, those of the most
+    ranks last. Of each set in ``last_ones``, whose ranks wait for nobody but each other, one has to
+    move first.
     """
 
     def __init__(self, recording: Recording, patience: float) -> None:
@@ -97,26 +111,26 @@ class Waiting:
         self.blind: set[int] = set()
         self.raised: set[int] = set()
         self.victims: set[int] = set()
-        self.last: dict[int, Call] = {}
-        self.top: dict[int, dict[str, int]] = {}  # the last number of each group
         self._end = 0  # of all recordings
-        self._pending: dict[int, list[_Pending]] = {}
         for rank in self.ranks:
             self._sort_in(rank)
+        self._last_numbers: dict[int, dict[str, int]] = {}  # of each rank in each group
+        self._pending: dict[int, list[_Pending]] = {}
         for rank in self.ranks:
             self._find_pending(rank)
         self.waits: list[Wait] = []
         self.running: list[Wait] = []
-        self.unequal: dict[tuple[str, int], list[set[int]]] = {}
+        self.unequal: dict[Place, list[dict[int, Call]]] = {}
         self._find_collectives()
         self._find_pairs()
         self.of = self._waits_of_ranks()
+        blocked = self.of.keys()
         self.unseen: set[int] = set()
-        for rank in self.ranks.keys() - self.of.keys() - self.raised - self.victims:
+        for rank in self.ranks.keys() - blocked - self.raised - self.victims:
             if self.unrecorded_frame(rank) and self._is_idle(rank):
                 self.unseen.add(rank)
-        self.guessing = self.unseen | self.victims - self.of.keys()
-        self.blocked = self.of.keys() | self.guessing
+        self.guessing = self.unseen | (self.victims - blocked)
+        self.blocked = blocked | self.guessing
         self.last_ones = self._last_ones()
 
     def _sort_in(self, rank: int) -> None:
@@ -126,37 +140,36 @@ class Waiting:
             self.gone.discard(rank)
             if not recording.has_calls:
                 self.blind.add(rank)
-        # The error of a victim is that another rank did not come, or closed connections.
-        if recording.error and _OF_OTHERS.search(recording.error):
-            self.victims.add(rank)
-        elif recording.error:
-            self.raised.add(rank)
-        if recording.calls:
-            self.last[rank] = recording.calls[-1]
-        self._end = max(self._end, self.last_time(rank), recording.written)
+        if recording.error:
+            # The error of a victim is that another rank did not come, or closed connections.
+            if _OF_OTHERS.search(recording.error):
+                self.victims.add(rank)
+            else:
+                self.raised.add(rank)
+        last_time = self.last_time(rank)
+        self._end = max(self._end, last_time, recording.written)
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
-        all_waits: dict[int, list[Wait]] = defaultdict(list)
+        waits_of: dict[int, list[Wait]] = defaultdict(list)
         for wait in self.waits:
             for rank in wait.inside:
                 if rank not in self.raised:
-                    all_waits[rank].append(wait)
-        waits_of = {}
-        for rank, waits in all_waits.items():
+                    waits_of[rank].append(wait)
+        for rank, waits in waits_of.items():
             # What is queued behind another call holds nobody up, as long as that has not ended.
             entered = [wait for wait in waits if rank not in wait.behind]
             waits_of[rank] = entered or waits
         return waits_of
 
-    def members(self, key: str) -> tuple[int, ...]:
+    def members(self, key: str) -> Sequence[int]:
         """The ranks of a group; of one whose members are not known, those that called it."""
         group = self.recording.groups[key]
         if group.ranks:
             return group.ranks
         if group.label == DEFAULT:
-            return tuple(self.world)
-        return tuple(rank for rank, top in sorted(self.top.items()) if key in top)
+            return self.world
+        return [rank for rank, numbers in sorted(self._last_numbers.items()) if key in numbers]
 
     @property
     def is_world_known(self) -> bool:
@@ -167,55 +180,53 @@ class Waiting:
         """The ranks that it waits for, and where; None if that is guessed."""
         needed: dict[int, Wait | None] = {}
         if rank in self.guessing:
-            needed.update(dict.fromkeys(self.world))
-        for wait in self.of.get(rank, ()):
-            needed.update(dict.fromkeys(wait.missed, wait))
+            needed |= dict.fromkeys(self.world)
+        for wait in self.of.get(rank, []):
+            needed |= dict.fromkeys(wait.missed, wait)
         needed.pop(rank, None)
         return needed
 
     def _last_ones(self) -> list[set[int]]:
-        """Sets of ranks that wait for nobody but each other: one of each has to move first."""
-        # Waits are nodes too, with negative numbers: a rank leads to its waits, and a wait to all
-        # that it misses. -1 is the guess: any rank.
-        graph: dict[int, Sequence[int]] = {}
-        node_of: dict[int, int] = {}
-        for number, wait in enumerate(self.waits):
-            node_of[id(wait)] = -2 - number
-            graph[-2 - number] = wait.missed
-        for rank, waits in self.of.items():
-            graph[rank] = [node_of[id(wait)] for wait in waits]
+        # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
+        graph: dict[Any, Iterable[Any]] = {}
+        for wait in self.waits:
+            graph[wait] = wait.missed
+        graph.update(self.of)
         for rank in self.guessing:
-            graph[-1] = self.world
-            graph[rank] = [*graph.get(rank, ()), -1]
-        ranks = set(self.world)
-        return [component & ranks for component in _last_components(graph)]
+            graph[rank] = [None]
+            graph[None] = self.world
+        last_ones = []
+        for component in _last_components(graph):
+            ranks = component.intersection(self.world)
+            last_ones.append(ranks)
+        return sorted(last_ones, key=min)
 
-    def circle(self, within: set[int]) -> list[tuple[int, int, Wait | None]]:
-        """A circle among ranks that wait for each other: who waits for whom, and where."""
-        steps: list[tuple[int, int, Wait | None]] = []
-        rank = min(within)
+    def circle(self, within: set[int]) -> list[Step]:
+        """A circle among ranks that wait for each other."""
+        steps: list[Step] = []
         walked: list[int] = []
+        rank = min(within)
         while rank not in walked:
             needs = self.needs(rank)
             needed = min(within.intersection(needs))
-            steps.append((rank, needed, needs[needed]))
+            step = (rank, needed, needs[needed])
+            steps.append(step)
             walked.append(rank)
             rank = needed
         # The first steps may only lead to the circle.
-        return steps[walked.index(rank) :]
+        start = walked.index(rank)
+        return steps[start:]
 
     def unrecorded_frame(self, rank: int) -> Frame | None:
         """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
-        if rank not in self.ranks:
-            return None
         sees_p2p = self.sees_p2p(rank)
+        functions = _UNRECORDED_COLLECTIVES if sees_p2p else UNRECORDED
         for frame in self.ranks[rank].stack[:8]:
-            if frame.function in UNRECORDED and "distributed" in frame.file:
-                if frame.function in _P2P and sees_p2p:
-                    return None
+            if frame.function in functions and "distributed" in frame.file:
                 return frame
             # Such as Megatron's p2p_communication.py, which may wait for a handle.
-            if "p2p" in frame.file.rpartition("/")[2] and not sees_p2p:
+            _, _, file_name = frame.file.rpartition("/")
+            if "p2p" in file_name and not sees_p2p:
                 return frame
         return None
 
@@ -224,16 +235,18 @@ class Waiting:
         calls = self.ranks[rank].calls
         for place in np.unique(calls.title):
             title = calls.titles[place]
-            if title.p2p or title.backend == "nccl":
+            # NCCL has several backends from torch 2.15 on, whose names begin alike.
+            if title.p2p or title.text.startswith("nccl"):
                 return True
         return False
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
         calls = self.ranks[rank].calls
-        return int(calls.columns[2:5].max()) if calls else 0
+        times = calls.columns[2:5]
+        return int(times.max(initial=0))
 
-    def call_of(self, rank: int, group: str, seq: int) -> Call | None:
+    def _call_of(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
         for at in np.flatnonzero(calls.seq == seq).tolist():
@@ -245,10 +258,11 @@ class Waiting:
     def _find_pending(self, rank: int) -> None:
         recording = self.ranks[rank]
         calls = recording.calls
-        is_collective = np.array([not title.p2p for title in calls.titles], bool)[calls.title]
-        self.top[rank] = _last_numbers(calls, is_collective)
+        is_collective_title = [not title.p2p for title in calls.titles]
+        is_collective = np.array(is_collective_title, bool)[calls.title]
+        self._last_numbers[rank] = _last_numbers(calls, is_collective)
         ended = _last_numbers(calls, is_collective & calls.done)
-        is_timed = bool((calls.started > 0).any())
+        is_timed = bool(calls.started.any())
         pending: list[_Pending] = []
         for at in np.flatnonzero(~calls.done).tolist():
             call = calls[at]
@@ -258,66 +272,73 @@ class Waiting:
                 if call.seq <= ended.get(call.group, _NOWHERE):
                     continue
                 ended[call.group] = _ALL
-            is_entered = call.started > 0
-            if call.title.backend == "gloo":
+            if call.title.text.startswith("gloo"):
                 is_entered = True
-            elif not is_timed:
+            elif is_timed:
+                is_entered = call.started > 0
+            else:
                 # The sends and receives of one batch have one number.
                 first = pending[0].call if pending else call
-                is_entered = first.group == call.group and first.seq == call.seq
+                is_entered = (first.group, first.seq) == (call.group, call.seq)
             pending.append(_Pending(at, call, is_entered))
         if not pending and rank in self.victims and calls:
             # It was marked as ended by the error.
-            pending.append(_Pending(len(calls) - 1, calls[-1], True))
-        if pending and not recording.ended:
+            at = len(calls) - 1
+            pending.append(_Pending(at, calls[at], is_entered=True))
+        if not recording.ended:
             self._pending[rank] = pending
 
     def _find_collectives(self) -> None:
         """Calls that not all members of their group have entered alike."""
-        inside: dict[tuple[str, int], dict[int, _Pending]] = defaultdict(dict)
+        pending_at: dict[Place, dict[int, _Pending]] = defaultdict(dict)
+        pending_in: dict[tuple[int, str], _Pending] = {}  # of a rank, in a group
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
-                if not pending.call.p2p:
-                    inside[pending.call.group, pending.call.seq][rank] = pending
-        for (group, seq), pending_of in inside.items():
-            absent: list[int] = []
-            called: list[int] = []
-            behind: set[int] = set()
+                call = pending.call
+                if not call.p2p:
+                    pending_at[call.group, call.seq][rank] = pending
+                    pending_in[rank, call.group] = pending
+        for (group, seq), pending_of in pending_at.items():
+            absent = set()
+            called = []
+            behind = set()
             for rank in self.members(group):
-                last_number = self.top.get(rank, {}).get(group, _NOWHERE)
+                numbers = self._last_numbers.get(rank, {})
+                last_number = numbers.get(group, _NOWHERE)
                 if last_number < seq or rank in self.gone:
-                    absent.append(rank)
+                    absent.add(rank)
                     continue
                 called.append(rank)
-                if not self._has_entered(rank, group, seq):
+                first = pending_in.get((rank, group))
+                if first is None:
+                    continue
+                # It is in an earlier call of the group, or has queued this one.
+                if (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
             alike = self._alike(group, seq, called)
             # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
-            recorded: set[int] = set().union(*alike)
-            for ranks in alike:
-                self._add_wait(
-                    {rank: pending_of[rank] for rank in pending_of if rank in ranks},
-                    absent=tuple(absent),
-                    unlike=tuple(sorted(recorded - ranks)),
-                    behind=tuple(behind & ranks),
-                )
+            recorded = set().union(*alike)
+            for calls in alike:
+                inside = {rank: pending_of[rank] for rank in calls if rank in pending_of}
+                if inside:
+                    self._add_wait(
+                        inside,
+                        absent,
+                        unlike=recorded - calls.keys(),
+                        behind=behind & calls.keys(),
+                    )
 
-    def _has_entered(self, rank: int, group: str, seq: int) -> bool:
-        """Whether a rank is in a call that it has made, or behind it."""
-        for pending in self._pending.get(rank, ()):
-            call = pending.call
-            if call.group == group and not call.p2p:
-                return seq < call.seq or (seq == call.seq and pending.is_entered)
-        return True
-
-    def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[set[int]]:
-        """The ranks that made a call, by what must be the same for all of them, the most last."""
-        ranks_of: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
+        """What ranks called, by what must be the same for all of them, the most last."""
+        calls_of: dict[tuple[str, ...], dict[int, Call]] = {}
         for rank in ranks:
-            call = self.call_of(rank, group, seq)
-            if call is not None:
-                ranks_of[must_agree(call.what)].add(rank)
-        alike = sorted(ranks_of.values(), key=len)
+            call = self._call_of(rank, group, seq)
+            if call is None:
+                continue
+            key = must_agree(call.what)
+            calls = calls_of.setdefault(key, {})
+            calls[rank] = call
+        alike = sorted(calls_of.values(), key=len)
         if len(alike) > 1:
             self.unequal[group, seq] = alike
         return alike
@@ -325,21 +346,25 @@ class Waiting:
     def _add_wait(
         self,
         inside: Mapping[int, _Pending],
-        absent: tuple[int, ...] = (),
-        unlike: tuple[int, ...] = (),
-        behind: tuple[int, ...] = (),
+        absent: Set[int],
+        unlike: Set[int],
+        behind: Set[int],
     ) -> None:
-        if not inside:
+        ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
+        if not self._is_stuck(inside, ns):
             return
         first = min(inside, key=lambda rank: inside[rank].call.created)
         at, call, _ = inside[first]
-        ns = 0
-        for rank, pending in inside.items():
-            ns = max(ns, self._ns(rank, pending.call))
-        if not self._is_stuck(inside, ns):
-            return
-        ranks = (tuple(inside), absent, unlike, behind)
-        wait = Wait(call.group, call.seq, call, first, at, *ranks, ns)
+        wait = Wait(
+            call,
+            first,
+            at,
+            inside.keys(),
+            absent,
+            unlike,
+            behind,
+            ns,
+        )
         if wait.missed:
             self.waits.append(wait)
         else:
@@ -350,7 +375,8 @@ class Waiting:
         if not call.created:
             return 0
         moment = self.ranks[rank].written or self._end
-        return max(0, moment - call.created)
+        duration = moment - call.created
+        return max(0, duration)
 
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
@@ -359,8 +385,8 @@ class Waiting:
 
     def _is_idle(self, rank: int) -> bool:
         """Whether it has called nothing for a while."""
-        last = self.last.get(rank)
-        return last is None or self._is_stuck((rank,), self._ns(rank, last))
+        calls = self.ranks[rank].calls
+        return not calls or self._is_stuck((rank,), self._ns(rank, calls[-1]))
 
     def _find_pairs(self) -> None:
         """Sends that nobody receives, and the reverse.
@@ -369,117 +395,134 @@ class Waiting:
         recorder that does not reach back to the first call shows only those that have not ended.
         """
         pending_of: dict[_PairKey, list[_Pending]] = defaultdict(list)
+        counts = self._ended_pairs()
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
                 key = self._pair_key(pending.call.title)
                 if key is not None and rank == key.rank:
                     pending_of[key].append(pending)
-        made = self._ended_pairs(pending_of)
-        for key, operations in pending_of.items():
-            made[key] += len(operations)
+                    counts[key] += 1
         for key, operations in pending_of.items():
             answer = key.answer
-            unanswered = made[key] - made[answer]
-            absent: tuple[int, ...] = ()
-            behind: tuple[int, ...] = ()
+            answers = pending_of.get(answer)
+            unanswered = counts[key] - counts[answer]
             operation = operations[0]
+            absent = set()
+            behind = set()
             if unanswered > 0:
-                operation = operations[max(0, len(operations) - unanswered)]
-                absent = (answer.rank,)
-            elif answer in pending_of and not pending_of[answer][0].is_entered:
-                behind = (answer.rank,)
+                first = max(0, len(operations) - unanswered)
+                operation = operations[first]
+                absent.add(answer.rank)
+            elif answers and not answers[0].is_entered:
+                behind.add(answer.rank)
             else:
                 continue
             if not operation.is_entered:
-                behind = (*behind, key.rank)
-            self._add_wait({key.rank: operation}, absent=absent, behind=behind)
+                behind.add(key.rank)
+            self._add_wait(
+                {key.rank: operation},
+                absent,
+                unlike=set(),
+                behind=behind,
+            )
 
-    def _ended_pairs(self, keys: Iterable[_PairKey]) -> Counter[_PairKey]:
+    def _ended_pairs(self) -> Counter[_PairKey]:
         """How many sends and receives have ended, of pairs whose recorders both are whole."""
-        whole: set[int] = set()
-        for key in keys:
-            for rank in key.ranks:
-                if rank in self.ranks and self.ranks[rank].whole:
-                    whole.add(rank)
+        whole = {rank for rank, recording in self.ranks.items() if recording.whole}
         ended: Counter[_PairKey] = Counter()
-        for rank in whole:
-            calls = self.ranks[rank].calls
-            places, counts = np.unique(calls.title[calls.done], return_counts=True)
+        for recording in self.ranks.values():
+            calls = recording.calls
+            ended_titles = calls.title[calls.done]
+            places, counts = np.unique(ended_titles, return_counts=True)
             for place, count in zip(places, counts, strict=True):
-                ended_key = self._pair_key(calls.titles[place])
+                title = calls.titles[place]
+                key = self._pair_key(title)
                 # What the other rank did is known only from its own recorder.
-                if ended_key is not None and whole.issuperset(ended_key.ranks):
-                    ended[ended_key] += int(count)
+                if key is not None and whole.issuperset(key.ranks):
+                    ended[key] += int(count)
         return ended
 
     def _pair_key(self, title: Title) -> _PairKey | None:
         """The key of a send or receive; None for another call."""
         if not title.p2p:
             return None
-        ranks = pair_of(title.what, self.members(title.group))
+        operation = title.what
+        members = self.members(title.group)
+        ranks = pair_of(operation, members)
         if ranks is None:
             return None
-        return _PairKey(title.group, ranks, title.what.name)
+        return _PairKey(title.group, ranks, operation.name)
 
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     """The last number of each group among some calls."""
-    groups = [calls.titles[place].group for place in calls.title[mask].tolist()]
-    return dict(zip(groups, calls.seq[mask].tolist(), strict=True))
+    titles = calls.title[mask].tolist()
+    numbers = calls.seq[mask].tolist()
+    last_numbers = {}
+    for place, number in zip(titles, numbers, strict=True):
+        group = calls.titles[place].group
+        last_numbers[group] = number
+    return last_numbers
 
 
 def must_agree(operation: What) -> tuple[str, ...]:
     """The part of a call that must be equal on all members of its group."""
     name = operation.name
-    if name.startswith(("all_to_all", "alltoall")) or "_v" in name or name == "coalesced":
-        return (name, operation.detail)
+    title = (name, operation.detail)
     inputs = (operation.inputs, operation.input_dtypes)
     outputs = (operation.outputs, operation.output_dtypes)
+    if name.startswith(_OF_ANY_SIZE) or "_v" in name:
+        return title
     if name in _ONLY_INPUTS:
-        return (name, operation.detail, *inputs)
+        return title + inputs
     if name in _ONLY_OUTPUTS:
-        return (name, operation.detail, *outputs)
-    return (name, operation.detail, *inputs, *outputs)
+        return title + outputs
+    return title + inputs + outputs
 
 
 def pair_of(operation: What, members: Sequence[int]) -> tuple[int, int] | None:
     """The global ranks (from, to) of a point-to-point operation: "1<-0" of (4, 6) is (4, 6)."""
-    places = [int(text) for text in re.findall(r"\d{1,9}", operation.detail)]
-    if len(places) != 2 or operation.name not in ("send", "recv"):
+    if operation.name not in ("send", "recv"):
         return None
-    if max(places) >= len(members):
+    match = _PAIR.fullmatch(operation.detail)
+    if match is None:
         return None
-    if "->" not in operation.detail:
+    caller_text, arrow, peer_text = match.groups()
+    places = [int(caller_text), int(peer_text)]
+    if arrow == "<-":
         places.reverse()
     source, target = places
+    if max(places) >= len(members):
+        return None
     return members[source], members[target]
 
 
-def _last_components(graph: Mapping[int, Sequence[int]]) -> Iterator[set[int]]:
+def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
     """The strongly connected components from which no edge leads out.
 
     Of 0 -> 1 -> 2 -> 1 that is {1, 2}: from each of these, all that can be reached leads back.
     """
-    reverse: dict[int, list[int]] = defaultdict(list)
+    reverse: dict[Any, list[Any]] = defaultdict(list)
     for node, targets in graph.items():
         for target in targets:
             reverse[target].append(node)
-    nodes_left = {*graph, *reverse}
-    while nodes_left:
-        node = min(nodes_left)
+    done: set[Any] = set()
+    for node in (*graph, *reverse):
+        if node in done:
+            continue
         ahead = _reachable(graph, node)
         behind = _reachable(reverse, node)
         while not ahead <= behind:
             # Some nodes ahead do not lead back: the last component is among them.
-            node = min(ahead - behind)
+            node = next(iter(ahead - behind))
             ahead = _reachable(graph, node)
             behind = _reachable(reverse, node)
         yield ahead
         # All other nodes behind it lead into it, so that they are in no last component.
-        nodes_left -= behind
+        done |= behind
 
 
-def _reachable(graph: Mapping[int, Sequence[int]], start: int) -> set[int]:
+def _reachable(graph: Mapping[Any, Iterable[Any]], start: Any) -> set[Any]:
     """The nodes to which edges lead from one, and that node."""
     reached = {start}
     to_visit = [start]

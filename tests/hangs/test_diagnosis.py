@@ -194,7 +194,7 @@ def test_a_verdict_is_plain_data_with_who_waits_for_whom_and_for_how_long(job):
     job.calls(1, "tp")
     job.calls(1, "dp...", after=400)
     diagnosis = job.verdict()
-    assert "which rank 2 has been in for at least 6 min 40 s; its last call" in diagnosis.sentence
+    assert "which rank 2 has been in for at least 6 min 40 s; it last called" in diagnosis.sentence
     assert diagnosis.chain[1] == "ranks 0..1 wait in 2 calls."
     assert diagnosis.members == (2, 3)
     assert diagnosis.waiting == {0: (2,), 1: (3,), 2: (3,)}
@@ -219,7 +219,7 @@ def test_a_rank_whose_dump_is_cut_is_not_said_to_have_ended(job):
     diagnosis = diagnose(read(job.directory))
     assert (diagnosis.kind, diagnosis.ranks, diagnosis.certain) == ("no dump", (3,), False)
     assert diagnosis.sentence.endswith(
-        "its dump could not be read. Not certain: what it did is not known."
+        "it left a dump that could not be read. Not certain: the calls of rank 3 are not known."
     )
 
 
