@@ -13,9 +13,11 @@ import torch
 from compat.verification import Layout
 from compat.verification.gpt import TIED, small_gpt, uneven_batch
 from compat.verification.step import Build, Loss, MicroBatch, Task, masked_sum
+from tests.support import table
 
 TOKENS = {"calculate_per_token_loss": True}
 SHARDED = {"sequence_parallel": True}
+OPTIMIZER = {"use_distributed_optimizer": True}
 EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False}
 AUX = {**EXPERTS, "moe_aux_loss_coeff": 1e-2}
 
@@ -57,50 +59,12 @@ def _smoothed(output: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tens
     return masked_sum(losses.t(), micro_batch)
 
 
-_PREDICTING = {**TOKENS, "mtp_num_layers": 1}
+_GATHERED = partial(small_gpt, model={**TIED, "parallel_output": False})
+_ROTARY = partial(small_gpt, model={"position_embedding_type": "rope"})
 # What is wrong in some release: the smallest layout that shows it.
-KNOWN = {
-    "the loss of a micro batch under cp: a mean of means, unless the loss is per token": Known(
-        "7452 (9)", Layout(cp=2)
-    ),
-    "label smoothing counts the vocabulary of one tp rank": Known(
-        "737, 7452 (1)",
-        Layout(tp=2, options=TOKENS),
-        change=_give_labels_to_the_loss,
-        loss=_smoothed,
-    ),
-    "the loss of gathered logits sums over tp once more": Known(
-        "7452 (2)",
-        Layout(tp=2, options=TOKENS),
-        build=partial(small_gpt, model={**TIED, "parallel_output": False}),
-    ),
-    "further predicted tokens under cp: each rank scales by its own count": Known(
-        "7452 (3)",
-        Layout(cp=2, options=_PREDICTING),
-        build=partial(small_gpt, model={"position_embedding_type": "rope"}),
-    ),
-    "the norm leaves out the offsets of a learnable softmax on tp ranks but the first": Known(
-        "7452 (8)", Layout(tp=2, options={**TOKENS, "softmax_type": "learnable"})
-    ),
-    "the auxiliary loss of experts with a padding mask: counts are summed over tp in place": Known(
-        "7452 (10)", Layout(tp=2, options={**TOKENS, **SHARDED, **AUX}), change=_mask_padding
-    ),
-    "the auxiliary loss of experts under tp, if the loss is per token": Known(
-        "5047", Layout(tp=2, options={**TOKENS, **SHARDED, **AUX})
-    ),
-    "the auxiliary loss of experts under cp, if the loss is per token": Known(
-        "5047", Layout(cp=2, options={**TOKENS, **AUX})
-    ),
-    "experts that ep does not split are reduced as dense layers, though their etp is 1": Known(
-        "5916", Layout(tp=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS})
-    ),
-    "the bias of an expert's second layer is summed over tp, as its etp is 1": Known(
-        "none seen",
-        Layout(
-            tp=2, ep=2, etp=1, options={**TOKENS, **SHARDED, **EXPERTS, "add_bias_linear": True}
-        ),
-    ),
-}
+KNOWN: dict[str, Known] = {}
+for _name, _number, _layout, _more in table("verification/known.txt"):
+    KNOWN[_name] = Known(_number, eval(_layout), **eval(f"dict({_more.strip('-')})"))
 
 
 def random_layout(draw: random.Random) -> Layout:
