@@ -3,11 +3,11 @@
 import datetime
 import functools
 import gc
+import json
 import os
+import re
 import tempfile
 import textwrap
-import threading
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -27,7 +27,9 @@ for branch in ("main", "dev"):
     absent = pytest.mark.skipif(not have_stock(branch), reason=f"no {branch} under .cache")
     NEWEST_AND_BRANCHES.append(pytest.param(branch, marks=[pytest.mark.long, absent]))
 TODAY = f"{datetime.date.today():%Y%m%d}"
-# What the first initialisation of a job shows; others raise, or show after a destroy.
+# Sizes of an initialisation, and edits of stock's source: the sizes that show it, what is replaced,
+# and the new text.
+BROKEN = json.loads((ROOT / "tests" / "swap" / "shadow.json").read_text())
 
 
 def shadowing(release, *arguments):
@@ -65,12 +67,20 @@ JOB = """
             raise ValueError("before the first initialisation")
         time.sleep(5)  # it serves the store
         os._exit(15)  # as the launcher would end it
+    if "killed" in sys.argv and rank == 2:
+        # Stock calls it at the end: all groups exist.
+        parallel_state._set_global_memory_buffer = lambda: os.kill(os.getpid(), 9)
     before = c10d._world.group_count
-    parallel_state.initialize_model_parallel(3 if "refused" in sys.argv else 2, 2)
-    if dist.get_rank() == 0:
+    begun = time.monotonic()
+    try:
+        parallel_state.initialize_model_parallel(3 if "refused" in sys.argv else 2, 2)
+    finally:
+        print(f"rank {rank} waited {time.monotonic() - begun:.1f} s", flush=True)
+    if rank == 0:
         print(f"{parallel_state.__name__} made {c10d._world.group_count - before} groups")
-    dist.barrier()
-    dist.destroy_process_group()
+    if "killed" not in sys.argv:
+        dist.barrier()
+        dist.destroy_process_group()
 """
 
 
@@ -142,14 +152,6 @@ def test_strict_ends_the_job_on_every_rank(tmp_path):
     assert "made" not in out
 
 
-def test_what_a_shadow_run_cannot_obey_is_refused(tmp_path):
-    for flag in ("--order=tp-dp", "--report", "--share=all"):
-        done = warm.run("-m", "compat.launch", "--shadow", flag, __file__, cwd=str(ROOT))
-        assert done.returncode == 2 and "needs the swap, which --shadow switches off" in done.stderr
-    done = warm.run("-m", "compat.launch", "--shadow", "--no-swap", __file__, cwd=str(ROOT))
-    assert done.returncode == 2 and "--no-swap switches off: remove one" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("argument", "why"),
     [
@@ -164,83 +166,20 @@ def test_a_run_without_an_initialisation_says_so_in_one_line(tmp_path, argument,
     assert why in line
 
 
-def unanswered(rank, strict):
-    """What rank 0 prints, and how long each rank waits, where rank 2 does not answer."""
-    printed = []
-    answers._WAIT = 1
-    answers.print = lambda text, flush: printed.append(text)
-    os.environ["HYPERGRID_SHADOW"] = "strict" if strict else "1"
-    raised = ""
-    begun = time.monotonic()
-    with answers.failure_noted():
-        pass
-    try:
-        if rank != 2:
-            answers.report(1, range(4), "20 groups", [])
-    except RuntimeError as error:
-        raised = str(error)
-    waited = time.monotonic() - begun
-    for thread in threading.enumerate():
-        if thread.name == "hypergrid shadow":
-            thread.join()
-    return printed, waited, raised
+@pytest.mark.parametrize(
+    ("flag", "statuses"), [("--shadow", [0, 0, 9, 0]), ("--shadow-strict", [256, 256, 9, 256])]
+)
+def test_a_killed_rank_makes_the_run_undecided_and_nobody_waits_beyond_ten_seconds(
+    tmp_path, flag, statuses
+):
+    out = run_job(tmp_path, flag, "killed", fails=True)
+    assert "undecided: the same groups on 3 of 4 ranks; not answered: 2. Compared" in out
+    assert "on all" not in out
+    assert f"statuses {statuses}" in out
+    assert max(map(float, re.findall(r"waited (\S+) s", out))) < 12, out
 
 
-def test_a_rank_that_does_not_answer_makes_the_run_undecided_and_nobody_waits():
-    results = run_ranks(4, unanswered, False)
-    ((line,),) = (printed for printed, *_ in results if printed)
-    assert line.startswith("hypergrid (shadow): undecided: the same groups on 3 of 4 ranks")
-    assert "; not answered: 2. Compared: " in line
-    assert "on all" not in line
-    assert max(waited for _, waited, _ in results) < 0.9
-
-
-def test_in_a_strict_run_that_is_undecided_all_ranks_end_in_time():
-    results = run_ranks(4, unanswered, True)
-    for rank in (0, 1, 3):
-        _, waited, raised = results[rank]
-        assert waited < 5 and "undecided" in raised
-
-
-KILLED = """
-    import os, sys, time
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    rank = int(os.environ["RANK"])
-    if rank == 2:
-        # Stock calls it at the end: all groups exist.
-        parallel_state._set_global_memory_buffer = lambda: os.kill(os.getpid(), 9)
-    dist.init_process_group("gloo")
-    begun = time.monotonic()
-    try:
-        parallel_state.initialize_model_parallel(2)
-    finally:
-        print(f"rank {rank} waited {time.monotonic() - begun:.1f} s", flush=True)
-"""
-
-
-@pytest.mark.parametrize("flag", ["--shadow", "--shadow-strict"])
-def test_a_killed_rank_makes_the_run_undecided_and_nobody_waits_beyond_ten_seconds(tmp_path, flag):
-    for name, code in (("job.py", KILLED), ("ranks.py", FORKING)):
-        (tmp_path / name).write_text(textwrap.dedent(code))
-    done = warm.run("ranks.py", flag, "job.py", cwd=str(tmp_path))
-    assert "undecided: the same groups on 3 of 4 ranks; not answered: 2. Compared" in done.stdout
-    assert "on all" not in done.stdout
-    waited = [float(line.split()[3]) for line in done.stdout.splitlines() if " waited " in line]
-    assert len(waited) == 3 and max(waited) < 12, done.stdout
-    *_, statuses = done.stdout.splitlines()
-    if flag == "--shadow":
-        assert statuses == "statuses [0, 0, 9, 0]", done.stdout + done.stderr
-        # The initialisation itself takes most of this on a machine that is busy.
-        assert min(waited) < 8
-    else:
-        assert statuses == "statuses [256, 256, 9, 256]", done.stdout + done.stderr
-        for rank in (0, 1, 3):
-            assert f"rank {rank} ends the job, as HYPERGRID_SHADOW=strict asks: un" in done.stderr
-
-
-def shadowed(rank, release, replace, edits=(), sizes=None):
+def shadowed(release, sizes, replace=None, edits=()):
     """Differences that a shadow run finds on one real rank beside an edited stock."""
     reports = []
     answers.report = lambda *report: reports.append(report)
@@ -257,7 +196,7 @@ def shadowed(rank, release, replace, edits=(), sizes=None):
     try:
         if replace is through_any:
             dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs)
-        stock.initialize_model_parallel(**(sizes or {"tensor_model_parallel_size": 2}))
+        stock.initialize_model_parallel(**sizes)
     finally:
         dist.new_group = new_group
     # A rank that closes its groups breaks the connections that a slower rank still opens.
@@ -286,11 +225,6 @@ def with_a_timeout(stock):
     stock.create_group = create_group
 
 
-def with_any_arguments(stock):
-    plain = stock.create_group
-    stock.create_group = lambda *args, **kwargs: plain(*args, **kwargs)
-
-
 def for_members(stock):
     plain = stock.create_group
 
@@ -311,63 +245,61 @@ def with_ranks_of_another_order(stock):
     stock.RankGenerator = Generator
 
 
-def with_other_lists(stock):
-    plain = stock.generate_masked_orthogonal_rank_groups
-    stock.generate_masked_orthogonal_rank_groups = lambda *args, **kwargs: plain(*args, **kwargs)
-
-
-def wrapping(*names):
+def wrapping(*names, has_signature=True):
     """One of the functions of these names, which stock has."""
 
     def replace(stock):
         name = next(name for name in names if hasattr(stock, name))
         plain = getattr(stock, name)
-        setattr(stock, name, functools.wraps(plain)(lambda *a, **k: plain(*a, **k)))
+
+        def wrapper(*args, **kwargs):
+            return plain(*args, **kwargs)
+
+        setattr(stock, name, functools.wraps(plain)(wrapper) if has_signature else wrapper)
 
     return replace
 
 
-EXPERTS = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
-INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-CONTEXT = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
-NO_GLOO = {"tensor_model_parallel_size": 2, "create_gloo_process_groups": False}
-BACKWARDS = (
-    "    kwargs['ranks'] = kwargs['ranks'] and [*kwargs['ranks']][::-1]\n"
-    "    group = torch.distributed.new_group(**kwargs)"
-)
-HYBRID = {"context_parallel_size": 2, "hybrid_context_parallel": True}
-REPLACEMENTS_OF_CLIENTS = [
-    *((replace, EXPERTS) for replace in (with_a_timeout, with_any_arguments, for_members)),
-    *((replace, INTERLEAVED) for replace in (with_a_timeout, with_ranks_of_another_order)),
-    *((replace, CONTEXT) for replace in (with_a_timeout, with_other_lists)),
-    *((replace, HYBRID) for replace in (with_any_arguments, with_ranks_of_another_order)),
-    *((through_any, sizes) for sizes in (EXPERTS, INTERLEAVED, CONTEXT)),
-    (wrapping("get_nccl_options"), EXPERTS),
-    (wrapping("create_hierarchical_groups"), CONTEXT),
-    (wrapping("create_hybrid_dp_cp_groups", "create_dynamic_dp_cp_groups"), HYBRID),
-    (wrapping("default_embedding_ranks"), INTERLEAVED),
-    (wrapping("default_position_embedding_ranks"), INTERLEAVED),
-    (wrapping("_set_global_memory_buffer"), EXPERTS),
-    (wrapping("get_tensor_model_parallel_group"), EXPERTS),
-    (wrapping("initialize_model_parallel"), INTERLEAVED),
-]
+with_any_arguments = wrapping("create_group", has_signature=False)
+LISTS = "generate_masked_orthogonal_rank_groups"
+REPLACEMENTS_OF_CLIENTS = {
+    "experts": [
+        *(with_a_timeout, with_any_arguments, for_members, through_any),
+        wrapping("get_nccl_options"),
+        wrapping("get_tensor_model_parallel_group"),
+        wrapping("_set_global_memory_buffer"),
+    ],
+    "interleaved": [
+        *(with_a_timeout, with_ranks_of_another_order, through_any),
+        wrapping("default_embedding_ranks"),
+        wrapping("default_position_embedding_ranks"),
+        wrapping("initialize_model_parallel"),
+    ],
+    "context": [
+        *(with_a_timeout, wrapping(LISTS, has_signature=False), through_any),
+        wrapping("create_hierarchical_groups"),
+    ],
+    "hybrid": [
+        *(with_any_arguments, with_ranks_of_another_order),
+        wrapping("create_hybrid_dp_cp_groups", "create_dynamic_dp_cp_groups"),
+    ],
+}
 
 
 def of_clients(rank, release):
     text = source(release)
-    results = []
-    for replace, sizes in REPLACEMENTS_OF_CLIENTS:
+    differences = []
+    for name, replacements in REPLACEMENTS_OF_CLIENTS.items():
         # The branch dev has no hybrid groups, and its dynamic ones need CUDA.
-        known = {name: size for name, size in sizes.items() if f"    {name}: " in text}
-        results.append(shadowed(rank, release, replace, (), known))
-    return results
+        sizes = {key: size for key, size in BROKEN["sizes"][name].items() if f"    {key}: " in text}
+        for replace in replacements:
+            differences += shadowed(release, sizes, replace)
+    return differences
 
 
 def check_clients(release):
     """In a process that follows ``release``."""
-    assert len(REPLACEMENTS_OF_CLIENTS) == 20
-    for differences_of_rank in run_ranks(4, of_clients, release, timeout=120):
-        assert differences_of_rank == [[]] * len(REPLACEMENTS_OF_CLIENTS)
+    assert run_ranks(4, of_clients, release, timeout=120) == [[]] * 4
     print("done")
 
 
@@ -382,134 +314,16 @@ def test_functions_that_clients_replace_are_no_false_alarm(release):
     in_a_process_of(release, "check_clients")
 
 
-# Edits of stock's source: (what is looked for, what stands there instead), and sizes that show it.
-END = "    _set_global_memory_buffer()\n\n\n"
-TP = 'group_desc="TENSOR_MODEL_PARALLEL_GROUP"'
-NAMED = "    return _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS[0]"
-BROKEN = {
-    "no gloo twins": (("if create_gloo_process_groups:", "if False:"), EXPERTS),
-    "a gloo twin more": (("    if create_gloo_process_groups:", "    if True:"), NO_GLOO),
-    "another description of experts": (
-        ('group_desc="EXPERT_MODEL_PARALLEL_GROUP"', 'group_desc="EXPERTS"'),
-        EXPERTS,
-    ),
-    "one description for two": (
-        ('group_desc="MODEL_PARALLEL_GROUP"', 'group_desc="TENSOR_MODEL_PARALLEL_GROUP"'),
-        EXPERTS,
-    ),
-    "a list of ranks": (
-        (
-            "            _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = ranks",
-            "            _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = ranks[::-1]",
-        ),
-        EXPERTS,
-    ),
-    "a list of data-parallel ranks": (
-        (
-            "            _DATA_PARALLEL_GLOBAL_RANKS = ranks",
-            "            _DATA_PARALLEL_GLOBAL_RANKS = sorted(ranks)[:1]",
-        ),
-        EXPERTS,
-    ),
-    "a source rank": ((NAMED, NAMED.replace("0", "-1")), EXPERTS),
-    "an exception": ((NAMED, "    raise KeyError"), EXPERTS),
-    "an error less": ((NAMED, "    return None"), EXPERTS),
-    "the next stage": (("(rank_in_pipeline + 1)", "(rank_in_pipeline + 2)"), INTERLEAVED),
-    "the previous stage": (("(rank_in_pipeline - 1)", "(rank_in_pipeline - 2)"), INTERLEAVED),
-    "the last stage": (
-        ("return _PIPELINE_GLOBAL_RANKS[last_rank_local]", "return _PIPELINE_GLOBAL_RANKS[0]"),
-        INTERLEAVED,
-    ),
-    "the last virtual stage": (
-        ("get_virtual_pipeline_model_parallel_world_size() - 1)", "0)"),
-        INTERLEAVED,
-    ),
-    "a flag": (("    if with_context_parallel:", "    if not with_context_parallel:"), CONTEXT),
-    "embedding ranks": (
-        ("_EMBEDDING_GLOBAL_RANKS = embedding_ranks", "_EMBEDDING_GLOBAL_RANKS = [0]"),
-        INTERLEAVED,
-    ),
-    "a default of initialisation": (
-        ("    use_sharp: bool = False,", "    use_sharp: bool = bool(0),"),
-        EXPERTS,
-    ),
-    "an order of ranks": (
-        ("    group = torch.distributed.new_group(**kwargs)", BACKWARDS),
-        EXPERTS,
-    ),
-    "a function of its own": ((END, END + "\ndef get_router_group():\n    pass\n\n"), EXPERTS),
-    "a group more": ((END, "    create_group([0, 1], group_desc='MORE')\n" + END), EXPERTS),
-    "a second description": (
-        (END, f"    create_group([0, 1], {TP})\n" + END),
-        EXPERTS,
-    ),
-    "new_group directly": ((END, "    torch.distributed.new_group([0, 1])\n" + END), EXPERTS),
-    "new_group of c10d": (
-        (END, "    torch.distributed.distributed_c10d.new_group([0, 1])\n" + END),
-        EXPERTS,
-    ),
-    "another description": ((TP, 'group_desc="TENSOR"'), EXPERTS),
-    "another backend": ((TP, f'backend="gloo", {TP}'), EXPERTS),
-    "another timeout": (
-        ("timedelta(minutes=distributed_timeout_minutes)", "timedelta(minutes=7)"),
-        EXPERTS,
-    ),
-    "by members alone": ((TP, f"use_local_synchronization=True, {TP}"), EXPERTS),
-    "other ranks": (("('tp-cp')", "('tp-dp')"), CONTEXT),
-    "a getter of another group": (
-        ("return _CONTEXT_PARALLEL_GROUP\n", "return _TENSOR_AND_CONTEXT_PARALLEL_GROUP\n"),
-        {**CONTEXT, "context_parallel_size": 2, "hierarchical_context_parallel_sizes": [2]}
-        | {"tensor_model_parallel_size": 2},
-    ),
-    "a virtual stage": (
-        ("        if vp_stage != 0:\n", "        if vp_stage == 0:\n"),
-        INTERLEAVED,
-    ),
-    "a global of a copy": (("_EMBEDDING_GLOBAL_RANKS = embedding_ranks", "pass"), INTERLEAVED),
-    "hybrid sizes": (("range(int(log2(len(ranks))))", "range(int(log2(len(ranks))) + 1)"), HYBRID),
-    "an alias becomes a copy": (
-        (
-            "            _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = _EXPERT_DATA_PARALLEL_GROUP\n",
-            "            _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = create_group(\n"
-            "                ranks, timeout=timeout, group_desc='EXPERT_DATA_PARALLEL_GROUP')\n",
-        ),
-        EXPERTS,
-    ),
-    "a rank": (
-        (
-            "    return get_tensor_model_parallel_group().rank()",
-            "    return get_tensor_model_parallel_group().rank() + 1",
-        ),
-        EXPERTS,
-    ),
-    "a size": (
-        (
-            "    return get_tensor_model_parallel_group().size()",
-            "    return get_tensor_model_parallel_group().size() + 1",
-        ),
-        EXPERTS,
-    ),
-    "a global of its own": (
-        (END, "    global _VENDORS_GROUP\n    _VENDORS_GROUP = _MODEL_PARALLEL_GROUP\n" + END),
-        EXPERTS,
-    ),
-    "a group less": (
-        ("            _HYBRID_DP_CP_GROUPS.update(", "            dict().update("),
-        HYBRID,
-    ),
-}
-
-
 def beside_broken_copies(rank, release):
     """By name of the edit: the differences that this rank finds."""
     text = source(release)
     differences = {}
-    for name, (edit, sizes) in BROKEN.items():
-        old, _ = edit
+    for name, (size_name, *edit) in BROKEN["edits"].items():
+        sizes = BROKEN["sizes"][size_name]
         # A branch may lack an argument.
         has_arguments = all(f"    {argument}: " in text for argument in sizes)
-        if old in text and has_arguments:
-            differences[name] = shadowed(rank, release, None, [edit], sizes)
+        if edit[0] in text and has_arguments:
+            differences[name] = shadowed(release, sizes, edits=[edit])
     return differences
 
 
