@@ -106,12 +106,10 @@ def test_what_cannot_be_read_is_named(recordings):
     assert "Not read: reads.7.1.1.json" in run(f"audit {recordings}")
     run(f"audit {recordings} --against {recordings}", 1)  # a new site may be in it
     recording = json.loads((recordings / "reads.0.100.1.json").read_text())
-    for name in recording:
-        without = dict(recording)
-        del without[name]
-        (recordings / "reads.8.1.1.json").write_text(json.dumps(without))
-        printed = run(f"audit {recordings}")
-        assert "Not read: reads.8.1.1.json" in printed and f"`{name}`" in printed
+    del recording["process"]
+    (recordings / "reads.8.1.1.json").write_text(json.dumps(recording))
+    printed = run(f"audit {recordings}")
+    assert "Not read: reads.8.1.1.json" in printed and "`process`" in printed
 
 
 def test_a_directory_without_recordings_is_refused(recordings):

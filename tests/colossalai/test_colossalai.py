@@ -13,7 +13,7 @@ import hypergrid
 from compat.colossalai import ProcessGroupMesh
 from tests.support import table
 from tests.support.forerunners import colossalai_mesh
-from tests.support.forked import descriptors, open_groups, run_ranks, total
+from tests.support.forked import open_groups, run_ranks, total
 
 SHAPES = {4: [(4,), (2, 2), (1, 2, 2)], 8: [(2, 2, 2), (4, 2), (2, 1, 4)]}
 
@@ -118,30 +118,24 @@ def test_a_rank_creates_its_own_groups_only_and_they_explain_themselves():
     assert run_ranks(8, created_groups) == [outside] * 4 + [inside] * 4
 
 
-def after_each_mesh(rank):
-    """By mesh: open groups after its destruction, and open descriptors."""
-    counts = []
-    for _ in range(3):
-        mesh = ProcessGroupMesh(2, 2)
-        mesh.get_group_along_axis(0)
-        mesh.get_group_along_axis(1, [0], backend="gloo")
-        mesh.destroy_mesh_process_groups()
-        assert mesh.grid.groups == {}
-        dist.barrier(group=mesh.get_group_along_axis(0))
-        mesh.destroy_mesh_process_groups()
-        mesh.destroy_mesh_process_groups()
-        # The first one's sockets may be those of gloo's own threads, which stay.
-        most = counts[1][1] if len(counts) == 2 else None
-        counts.append((len(open_groups()), descriptors(at_most=most)))
+def open_after_destruction(rank):
+    """Groups that are open after the destruction of a mesh that is used again."""
+    mesh = ProcessGroupMesh(2, 2)
+    mesh.get_group_along_axis(0)
+    mesh.get_group_along_axis(1, [0], backend="gloo")
+    mesh.destroy_mesh_process_groups()
+    assert mesh.grid.groups == {}
+    dist.barrier(group=mesh.get_group_along_axis(0))
+    mesh.destroy_mesh_process_groups()
+    mesh.destroy_mesh_process_groups()
+    remaining = len(open_groups())
     dist.destroy_process_group()
     mesh.destroy_mesh_process_groups()
-    return counts
+    return remaining
 
 
 def test_destroy_leaves_nothing_and_groups_can_be_created_again():
-    for counts in run_ranks(4, after_each_mesh):
-        assert [groups for groups, _ in counts] == [1, 1, 1]
-        assert counts[2][1] <= counts[1][1]
+    assert run_ranks(4, open_after_destruction) == [1] * 4
 
 
 @pytest.mark.parametrize(("call", "error", "says"), table("colossalai/refusals.txt"))
@@ -166,24 +160,22 @@ def test_without_a_world_it_says_what_to_do():
 
 
 def asks_for_another_group(rank):
-    """The sum over a group that all ask for at last, and the errors from before."""
+    """The error where rank 3 asks for another group, and the sum over one that all ask for."""
     mesh = ProcessGroupMesh(2, 2)
-    errors = []
-    for axis in (rank // 3, 7 if rank == 1 else 1):
-        with pytest.raises((hypergrid.AgreementError, IndexError)) as caught:
-            mesh.get_group_along_axis(axis)
-        errors.append(str(caught.value))
-        assert len(open_groups()) == 1
-    return total(mesh.get_group_along_axis(1), float(rank)), errors
+    with pytest.raises(hypergrid.AgreementError) as caught:
+        mesh.get_group_along_axis(rank // 3)
+    assert len(open_groups()) == 1
+    axis, says = (7, "axis 7 does not exist") if rank == 1 else (1, "rank 1 refused its arguments")
+    with pytest.raises((hypergrid.AgreementError, IndexError), match=says):
+        mesh.get_group_along_axis(axis)
+    return str(caught.value), total(mesh.get_group_along_axis(1), float(rank))
 
 
 def test_ranks_that_ask_for_different_groups_all_say_so_and_the_next_call_works():
-    results = run_ranks(4, asks_for_another_group)
-    assert [summed for summed, _ in results] == [1, 1, 5, 5]
-    (disagreement,) = {errors[0] for _, errors in results}
-    assert "group is 'axis1' on rank 3 and 'axis0' on rank 0" in disagreement
-    assert results[1][1][1].startswith("axis 7 does not exist")
-    assert "rank 1 refused its arguments" in results[0][1][1]
+    disagreements, sums = zip(*run_ranks(4, asks_for_another_group), strict=True)
+    assert len({*disagreements}) == 1
+    assert "group is 'axis1' on rank 3 and 'axis0' on rank 0" in disagreements[0]
+    assert sums == (1, 1, 5, 5)
 
 
 def asks_by_indices_of_its_own(rank, mesh_class, environment):

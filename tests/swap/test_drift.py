@@ -63,14 +63,11 @@ print([*map(drift.refuse_drift, drift.REPLACEMENTS)])
 def test_constant_defaults_of_initialisation_are_taken_over(release, tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
-    for file in ("__init__.py", "package_info.py", "hyper_comm_grid.py"):
-        (core / file).write_text("" if file == "__init__.py" else source(release, file))
-    text = source(release)
-    for old, new in (
-        ('order: str = "tp-cp-ep-dp-pp"', 'order: str = "tp-cp-ep-pp-dp"'),
-        ("distributed_timeout_minutes: int = 30", "distributed_timeout_minutes: int = 45"),
-    ):
-        text = edited(text, old, new)
+    (core / "__init__.py").touch()
+    for file in ("package_info.py", "hyper_comm_grid.py"):
+        (core / file).write_text(source(release, file))
+    text = edited(source(release), 'str = "tp-cp-ep-dp-pp"', 'str = "tp-cp-ep-pp-dp"')
+    text = edited(text, "timeout_minutes: int = 30", "timeout_minutes: int = 45")
     (core / "parallel_state.py").write_text(text)
     paths = {"PYTHONPATH": f"{tmp_path}:{following(release)['PYTHONPATH']}"}
     done = warm.run("-c", DEFAULTS, **{**following(release), **paths})
