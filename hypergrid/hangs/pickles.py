@@ -21,6 +21,8 @@ _HANDLERS: dict[int, Any] = pickle._Unpickler.dispatch  # by opcode
 # refers to it in each call: 30 times, with C++ frames 150 times.
 _MOST = 512
 _SMALL = 1 << 20
+# Of any file: to count so many bytes takes seconds. 20,000 calls with 100 frames each have fewer.
+_MOST_OF_ALL = 1 << 30
 
 
 class Refused(Exception):
@@ -43,8 +45,9 @@ def load(data: bytes) -> Any:
     except KeyError as error:
         (opcode,) = error.args
         raise Refused(f"it holds the opcode {opcode:#x}, and only plain data is read") from None
+    most = min(_MOST * len(data) + _SMALL, _MOST_OF_ALL)
     # The pickler writes what it has once it has 64 KiB.
-    pickler = pickle.Pickler(_Limit(_MOST * len(data) + _SMALL), protocol=4)
+    pickler = pickle.Pickler(_Limit(most), protocol=4)
     pickler.fast = True  # no references
     try:
         pickler.dump(value)
