@@ -338,7 +338,11 @@ def sockets(accepts: Callable[[socket.socket], bool], numbers: Iterable[int]) ->
 def descriptors() -> list[int]:
     """The descriptors of this process; none where the system does not list them."""
     with suppress(OSError):  # or where none is left to read the list with
-        return [int(name) for name in os.listdir(_DESCRIPTORS)]
+        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]
+        # The list has the descriptor that it was read with, whose number the next one takes.
+        closed_number = os.open(_DESCRIPTORS, os.O_RDONLY)
+        os.close(closed_number)
+        return [number for number in numbers if number != closed_number]
     return []
 
 
