@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import creation, gloo
-from hypergrid.policy import Abilities, Policy
+from hypergrid.policy import Abilities, Policy, choose
 from tests.support.backends import SPLITS
 from tests.support.forked import from_all, join, on_ranks, open_groups, run_ranks
 from tests.support.groups import check_all_reduce, state_groups
@@ -37,7 +37,7 @@ def test_all_three_ways_give_the_same_membership():
         assert run_ranks(8, members_created, way, backend="") == expected
 
 
-@pytest.mark.parametrize(
+one_rank_cannot = pytest.mark.parametrize(
     ("of_one_rank", "of_others", "way", "unsplit_way", "lazy"),
     [
         (Abilities("an old torch"), Abilities(), "everyone", "everyone", True),
@@ -46,6 +46,18 @@ def test_all_three_ways_give_the_same_membership():
         (Abilities(can_connect_lazily=False), Abilities(), "members", "members", False),
     ],
 )
+
+
+@one_rank_cannot
+def test_it_decides_whichever_rank_it_is(of_one_rank, of_others, way, unsplit_way, lazy):
+    for place in range(3):
+        abilities = [of_others, of_others]
+        abilities.insert(place, of_one_rank)
+        agreed = choose("", Policy(connect="lazy"), abilities)
+        assert (agreed["way"], agreed["unsplit_way"], agreed["lazy"]) == (way, unsplit_way, lazy)
+
+
+@one_rank_cannot
 @on_ranks(8)
 def test_one_rank_that_cannot_decides_for_all(rank, of_one_rank, of_others, way, unsplit_way, lazy):
     abilities = of_one_rank if rank == 5 else of_others
