@@ -329,7 +329,7 @@ class Waiting:
                     )
 
     def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
-        """What ranks called, by what must be the same for all of them, the most last."""
+        """The calls of ranks, by what must be the same for all of them, the most last."""
         calls_of: dict[tuple[str, ...], dict[int, Call]] = {}
         for rank in ranks:
             call = self._call_of(rank, group, seq)

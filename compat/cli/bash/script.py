@@ -48,7 +48,7 @@ class Command:
 
 
 class Leaving(Exception):
-    """What is followed ends here: the shell, a function, a loop or a turn of it."""
+    """The shell ends here, or a function, a loop, or a turn of a loop."""
 
 
 class Script(Expander):

@@ -116,7 +116,7 @@ class State:
         return replace(self, values=values)
 
     def _unknown_at(self, key: str, why: str) -> Any:
-        """What is at a key that is not known."""
+        """The value at a key that is not known."""
         if not _is_variable(key):
             return None
         return self.unknown(key, why)

@@ -148,7 +148,7 @@ class Expander:
     # Variables.
 
     def _parameter(self, part: Node, splits: bool, in_quotes: bool) -> str:
-        """What ``$X`` or ``${...}`` becomes."""
+        """The text that ``$X`` or ``${...}`` becomes."""
         name = part["Param"]["Value"]
         index = literal_of(part.get("Index", {}))
         operator = part.get("Exp", {}).get("Op", "")
@@ -184,7 +184,7 @@ class Expander:
         return self._split(text) if splits else text
 
     def _split(self, text: str) -> str:
-        """What an expansion becomes outside of quotes."""
+        """The words that an expansion becomes outside of quotes, with END between them."""
         pieces = []
         for piece in _BLANKS.split(opened(text)):
             pieces.append(piece)
