@@ -1,4 +1,4 @@
-"""The commands: plan, show, check, diff, diagnose, audit, parity, verify, doctor."""
+"""The commands: plan, show, check, diff, diagnose, audit, verify, doctor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.text import Text
 
 from compat.cli import asking, prints
 from compat.cli.command import Json, app, command
-from compat.cli.launch import script_of
+from compat.cli.launch import taken_apart
 from compat.cli.prints import red, span
-from compat.cli.source import PlannedJob, line_of, read, started
+from compat.cli.source import PlannedJob, Source, read, started
 from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
 from compat.planned.layouts import (
@@ -313,82 +313,32 @@ def diagnose(
 @command()
 def audit(
     directory: Annotated[Path, typer.Argument(help="Where the ranks left their recordings.")],
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="BASELINE", help="What --json printed before, or a directory."),
-    ] = None,
     as_json: Json = False,
 ) -> int:
     """Count the reads of parallel_state, and name the code that reads the wrong state.
 
-    From what ranks left in the directory of HYPERGRID_AUDIT. With --against new sites are a fault
-    too: a ratchet for CI.
+    From what ranks left in the directory of HYPERGRID_AUDIT.
 
-    Exit status 0 if nothing is wrong, 1 if a wrong state was read, a site is new, or, with
-    --against, a file cannot be read; 2 if there is nothing to read.
+    Exit status 0 if nothing is wrong, 1 if a wrong state was read, 2 if there is nothing to read.
     """
     from hypergrid.show import audit as reads
 
     recordings = reads.read(directory)
-    changes = None
-    if against is not None:
-        changes = reads.against(recordings, reads.baseline(against))
-    has_new_sites = any(change.after > change.before for change in changes or ())
     if as_json:
-        data = dict(recordings.to_json())
-        if changes is not None:
-            data["changes"] = [asdict(change) for change in changes]
-        prints.as_json(data)
+        prints.as_json(recordings.to_json())
     else:
-        prints.audit(recordings, changes)
-    # A new site may be in the part that cannot be read.
-    may_have_new_sites = against is not None and bool(recordings.unread)
-    return int(bool(recordings.problems) or has_new_sites or may_have_new_sites)
-
-
-@command()
-def parity(subject: PlannedJob) -> int:
-    """Compare the groups of a layout with those of the installed megatron-core.
-
-    Exit status 0 if all groups are equal, 1 if not.
-    """
-    from compat.cli.machine import compared
-
-    if subject.job is None:
-        raise JobError("a saved plan has no arguments of Megatron: give sizes instead.")
-    release, rows = compared(subject.job)
-    out = prints.head(subject)
-    cells = []
-    differ = 0
-    for grid, dims, count, are_equal in rows:
-        result = "yes" if are_equal else red("NO", True)
-        cells.append((grid, dims, count, result))
-        differ += not are_equal
-    prints.table(out, ("grid", "groups over", ">groups", "equal"), cells)
-    sentence = "all groups equal."
-    if differ:
-        sentence = f"{differ} of {len(rows)} kinds of groups differ."
-    out.print(
-        f"\nmegatron-core {release}'s RankGenerator: {sentence} The ranks of each group and their "
-        f"order were compared; names, backends and options are those of the release, and were not."
-    )
-    return int(differ > 0)
+        prints.audit(recordings)
+    return int(bool(recordings.problems))
 
 
 @command()
 def verify(
-    from_args: Annotated[
-        str, typer.Option(metavar="LINE", help="A launch line or script, pasted, in a file, or -.")
-    ],
+    source: Source | None,
     checkout: Annotated[
         Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM: its parser runs.")
     ],
-    variables: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A variable that the line does not set."),
-    ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks of the job, instead of those of the line.")
+        int | None, typer.Option(help="Ranks of the job, instead of those of the command.")
     ] = None,
     allow: Annotated[
         list[str] | None,
@@ -400,19 +350,21 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Compare a training step in the layout of a launch line with the same step on one rank.
+    """Compare a training step in the layout of a launch with the same step on one rank.
 
-    One optimizer step of a small model, with the line's flags, on one rank and in the layout: up
+    One optimizer step of a small model, with the command's flags, on one rank and in the layout: up
     to 16 gloo processes on this machine's CPU. What differs is searched down to the smallest
     layout that shows it.
 
     Exit status 0 if nothing differs, 1 if something does, 2 if the layout cannot be verified.
     """
+    if source is None:
+        raise JobError(
+            "there is no command to verify: hypergrid verify --checkout DIR -- torchrun ..."
+        )
     # Python would end with status 1, which says that something differs.
     try:
-        return _verified(
-            from_args, checkout, variables or (), world_size, allow or (), keep or (), as_json
-        )
+        return _verified(source, checkout, world_size, allow or (), keep or (), as_json)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise  # a file that cannot be read: the command's own sentence names it
@@ -420,9 +372,8 @@ def verify(
 
 
 def _verified(
-    from_args: str,
+    source: Source,
     checkout: Path,
-    variables: Sequence[str],
     world_size: int | None,
     allow: Sequence[str],
     keep: Sequence[str],
@@ -430,18 +381,25 @@ def _verified(
 ) -> int:
     from compat.verification.launch import verify_line
 
-    pairs = dict(variable.partition("=")[::2] for variable in variables)
-    job, start = started(line_of(from_args), pairs, world_size=world_size)
-    order = job.arguments.get("order")
-    script, words = script_of(start.words)
-    changed, report = verify_line(
-        script, words, job.world_size, checkout, order=order, allow=allow, keep=keep
-    )
-    if as_json:
-        prints.as_json({"changed": changed, **report.as_dict()})
-    else:
-        typer.echo(printable("\n".join([*changed, str(report)])))
-    return 2 if report.refused else int(not report.agrees)
+    statuses = []
+    for job, command_of_job in started(source, world_size=world_size):
+        order = job.arguments.get("order")
+        launch = taken_apart(command_of_job.words)
+        changed, report = verify_line(
+            launch.script or "",
+            launch.words,
+            job.world_size,
+            checkout,
+            order=order,
+            allow=allow,
+            keep=keep,
+        )
+        if as_json:
+            prints.as_json({"changed": changed, **report.as_dict()})
+        else:
+            typer.echo(printable("\n".join([*changed, str(report)])))
+        statuses.append(2 if report.refused else int(not report.agrees))
+    return max(statuses)
 
 
 @command()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compat.cli.source import PlannedJob, from_line, line_of, of_job, saved
+from compat.cli.source import PlannedJob, Source, of_job, saved, started
 from compat.megatron import releases
 from compat.planned.job import JobError, from_sizes
 from hypergrid.files import FileError
@@ -19,7 +19,7 @@ from hypergrid.messages import printable
 
 app = typer.Typer(
     help="Shows, checks and compares which ranks of a training job communicate with each other, "
-    "without a GPU. Only parity, verify and doctor need torch.",
+    "without a GPU. Only verify and doctor need torch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,10 +28,15 @@ app = typer.Typer(
 _LONGEST = 1000  # characters of an error
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, as docs/command-line.md says.")]
 
+# Flags of a launch, of the same form as those of a layout.
+_LAUNCH: tuple[tuple[str, Any, str | None, str], ...] = (
+    ("run", bool, None, "COMMAND is a script: bash runs it, without its launchers."),
+    ("timeout", float, "SECONDS", "How long the script may run; 60 if not given."),
+    ("from-args", str, "LINE", "One launch command, pasted: quotes are read, nothing expands."),
+    ("prefix", str, "model.", "Of the overrides that hold the job's sizes."),
+)
 # Flags of a layout: the type of the value, how it is shown, and help.
 _FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
-    ("from-args", str, "LINE", "A launch line or script, pasted, in a file, or - for its input."),
-    ("set", list[str], "NAME=VALUE", "A variable of the launch line that it does not set."),
     ("megatron", str, "0.16.1", "Plan as this release; the installed one if not given."),
     ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
     ("world-size", int, None, "Ranks of the job."),
@@ -47,7 +52,6 @@ _FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
     ("order", str, "tp-cp-ep-dp-pp", "Dims from fastest to slowest."),
     ("no-gloo", bool, None, "Without gloo twins of the data-parallel groups."),
     ("tp-comm-overlap", bool, None, "With Transformer Engine's user buffers."),
-    ("defaults", bool, None, "Take the default of ${NAME:-default} where NAME is not set."),
 )
 # What only `check` reads: of the model and the batch.
 _OF_MODEL: tuple[tuple[str, Any, str | None, str], ...] = (
@@ -60,15 +64,19 @@ _OF_MODEL: tuple[tuple[str, Any, str | None, str], ...] = (
 
 
 _SHOWN_BY = "plan"
-_SCRIPT = inspect.Parameter(
-    "script",
+_COMMAND = inspect.Parameter(
+    "words",
     inspect.Parameter.KEYWORD_ONLY,
     default=None,
     annotation=Annotated[
-        str | None,
-        typer.Argument(help="A launch script, or a manifest of Kubernetes; - for input."),
+        list[str] | None,
+        typer.Argument(
+            metavar="[--] [COMMAND...]",
+            help="A command that starts a job, with its words; with --run a script of bash.",
+        ),
     ],
 )
+_WRITTEN = ("html", "png", "svg")  # flags of files of which each holds one job
 
 
 def command(
@@ -76,33 +84,57 @@ def command(
 ) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
     """Make a function a command.
 
-    Its docstring is the help, its parameters are the flags (``subject`` stands for those of a
-    layout), and it returns the exit status, 0 if nothing. An expected error is printed as one line,
-    with exit status 2. ``settings`` are those of click's context; ``of_model`` adds the flags of a
-    model.
+    Its docstring is the help, its parameters are the flags, and it returns the exit status, 0 if
+    nothing. ``source`` stands for the flags of a launch, ``subject`` for these and those of a
+    layout: the function is called for each job that is started. An expected error is printed as
+    one line, with exit status 2. ``settings`` are those of click's context; ``of_model`` adds the
+    flags of a model.
     """
 
     def add(function: Callable[..., int | None]) -> Callable[..., None]:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
-        of_layout: list[inspect.Parameter] = []
+        has_subject = parameters.pop("subject", None) is not None
+        has_launch = parameters.pop("source", None) is not None or has_subject
         # The flags of a layout stand in the help of one command, and the others name it.
         is_shown = function.__name__ == _SHOWN_BY
-        if parameters.pop("subject", None):
-            of_layout = [_SCRIPT]
-            of_layout += [_parameter(*flag, is_shown=is_shown) for flag in _FLAGS]
+        of_launch: list[inspect.Parameter] = []
+        of_layout: list[inspect.Parameter] = []
+        if has_launch:
+            of_launch = [_COMMAND, *(_parameter(*flag, is_shown=True) for flag in _LAUNCH)]
+            # The words behind the command's first one are its own, whatever they look like.
+            settings["allow_interspersed_args"] = False
+        if has_subject:
+            of_layout = [_parameter(*flag, is_shown=is_shown) for flag in _FLAGS]
             if of_model:
                 of_layout += [_parameter(*flag, is_shown=True) for flag in _OF_MODEL]
-        keywords = list(of_layout)
+        keywords = of_launch + of_layout
         for parameter in parameters.values():
             keywords.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+        def answer(arguments: dict[str, Any]) -> int:
+            if not has_launch:
+                return function(**arguments) or 0
+            source = _source(**{flag.name: arguments.pop(flag.name) for flag in of_launch})
+            if not has_subject:
+                return function(source=source, **arguments) or 0
+            flags = {flag.name: arguments.pop(flag.name) for flag in of_layout}
+            subjects = _subjects(source, **flags)
+            if len(subjects) > 1 and any(arguments.get(name) for name in _WRITTEN):
+                raise JobError(
+                    f"{len(subjects)} different jobs are started, and a file holds one. Choose one "
+                    f"by the script's arguments or its environment."
+                )
+            statuses = []
+            for number, subject in enumerate(subjects, 1):
+                if len(subjects) > 1:
+                    typer.echo(f"hypergrid: job {number} of {len(subjects)}", err=True)
+                statuses.append(function(subject=subject, **arguments) or 0)
+            return max(statuses)
 
         @functools.wraps(function)
         def run(**arguments: Any) -> None:
             try:
-                if of_layout:
-                    flags = {flag.name: arguments.pop(flag.name) for flag in of_layout}
-                    arguments["subject"] = _subject(**flags)
-                status = function(**arguments) or 0
+                status = answer(arguments)
             except BrokenPipeError:
                 raise  # the reader has all that it wants: click ends without a message
             except (LayoutError, JobError, FileError, OSError, ImportError) as error:
@@ -151,38 +183,39 @@ def _parameter(
     )
 
 
-def _subject(
-    script: str | None,
+def _source(
+    words: list[str] | None,
+    run: bool | None,
     from_args: str | None,
-    plan: str | None,
-    set: list[str] | None,
-    megatron: str | None,
-    defaults: bool | None,
-    **sizes: Any,
-) -> PlannedJob:
-    """The layout of a command, from its flags."""
+    timeout: float | None,
+    prefix: str | None,
+) -> Source | None:
+    """What the flags say of a launch; None if they name none."""
+    if words and from_args is not None:
+        raise JobError("give a command or --from-args, and not both.")
+    if run and not words:
+        raise JobError("--run needs a script behind it: hypergrid check --run job.sh ARGUMENTS.")
+    if not words and from_args is None:
+        if prefix is not None:
+            raise JobError("--prefix chooses between overrides of a command: give the command.")
+        return None
+    return Source(words or (), bool(run), from_args, timeout or Source.timeout, prefix)
+
+
+def _subjects(
+    source: Source | None, plan: str | None, megatron: str | None, **sizes: Any
+) -> list[PlannedJob]:
+    """The layouts of a command, from its flags: one for each job that is started."""
     try:
         releases.follow(megatron)
     except ValueError as error:
         raise JobError(str(error)) from None
-    if script is not None:
-        if from_args is not None or plan is not None:
-            raise JobError("give one of SCRIPT, --from-args and --plan.")
-        if script != "-" and not Path(script).is_file():
-            raise JobError(f"there is no file {script}. A pasted line goes behind --from-args.")
-        from_args = script
-    variables = {}
-    for pair in set or ():
-        name, equals, value = pair.partition("=")
-        if not equals or from_args is None:
-            raise JobError("--set is NAME=VALUE, for a variable of --from-args.")
-        variables[name] = value
     if plan is not None:
         ranks_per_host = sizes.pop("gpus_per_node")
         nvlink_domain = sizes.pop("nvlink_domain")
-        if from_args is not None or megatron is not None or any(sizes.values()):
+        if source is not None or megatron is not None or any(sizes.values()):
             raise JobError("--plan holds the whole layout: give it alone, or sizes instead.")
-        return saved(Path(plan), ranks_per_host, nvlink_domain)
-    if from_args is None:
-        return of_job(from_sizes(**sizes))
-    return of_job(from_line(line_of(from_args), variables, bool(defaults), **sizes))
+        return [saved(Path(plan), ranks_per_host, nvlink_domain)]
+    if source is None:
+        return [of_job(from_sizes(**sizes))]
+    return [of_job(job) for job, _ in started(source, **sizes)]

@@ -1,24 +1,23 @@
 """A command that starts a job: which programs, which script, which sizes. No torch.
 
-Every flag of each program is read, listed as without effect, or named as not read; a word whose
-text is not known is refused unless it can change nothing.
+Every flag of each program is read, listed as without effect, or named as not read; what may hold
+sizes and is not read is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from compat.cli.bash import Word
-from compat.cli.reader import Option, Reader, options_of
+from compat.cli.line import ASSIGNMENT, Command
+from compat.cli.reader import OF_SCRIPT, Option, Reader, options_of
 from compat.cli.world import LAUNCHERS, read_programs, set_ranks
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import SIZES, Job, JobError, of_settings, settings_of
 
 _PROGRAMS = flags_of("programs")
-_OF_SCRIPT = {**flags_of("megatron"), **SIZES}
 
 
 @dataclass
@@ -26,53 +25,64 @@ class Launch:
     """A command, taken apart: programs that start each other, the last of them a script."""
 
     programs: list[tuple[str, list[Option]]] = field(default_factory=list)
-    script: Word | None = None
-    words: list[Word] = field(default_factory=list)  # of the script
-    unknown: list[Word] = field(default_factory=list)  # a program that is not known, and its words
+    variables: dict[str, str] = field(default_factory=dict)  # that env sets
+    script: str | None = None  # "": the line has only flags
+    words: Sequence[str] = ()  # of the script
+    unknown: str = ""  # a program that is not known
+
+    @property
+    def has_launcher(self) -> bool:
+        """Whether a program starts the script on a number of ranks."""
+        return any(name in LAUNCHERS for name, _ in self.programs)
 
 
-def taken_apart(words: Sequence[Word]) -> Launch:
+def taken_apart(words: Sequence[str]) -> Launch:
     """The programs of a command, in their order, and the script with its words."""
     launch = Launch()
     rest = list(words)
     while rest and launch.script is None:
         word = rest[0]
-        program = _program(word)
-        if word.text.startswith("-"):
+        if word.startswith("-"):
             # A line that begins with a flag has sizes and no script.
-            launch.script = replace(word, text="")
+            launch.script = ""
             launch.words = rest
-        elif word.text.endswith(".py"):
+        elif word.endswith(".py"):
             launch.script = word
             launch.words = rest[1:]
-        elif program is None:
-            launch.unknown = rest
+        elif program_of(word) is None:
+            launch.unknown = word
             break
         else:
-            rest = _behind(launch, program, rest[1:])
+            rest = behind(launch, rest)
+    if ":" in words and launch.has_launcher:
+        raise JobError(
+            "the command has another part of the job behind a colon. Give the sizes instead of "
+            "the command: --world-size 64 --tp 4."
+        )
     for word in words:
-        # Pasted from a web page a dash may be an en dash; " : " separates programs of mpirun.
-        if launch.programs and re.match("[\u2010-\u2015\u2212]|:$", word.text) and not word.holes:
-            raise JobError(
-                f"{word.text} (line {word.line}) begins with a dash of another kind than -, or "
-                f"another part of the job. Write it with -, or give the sizes instead of the line."
-            )
+        # Pasted from a web page a dash may be an en dash.
+        if launch.programs and re.match("[\u2010-\u2015\u2212]", word):
+            raise JobError(f"{word} begins with a dash of another kind than -. Write it with -.")
     return launch
 
 
-def _program(word: Word) -> Flag | None:
+def program_of(word: str) -> Flag | None:
     """The row of a program; its values are the words that it takes before another program."""
-    if word.holes:
-        return None
-    name = word.text.rpartition("/")[2]
-    return _PROGRAMS.get(name)
+    return _PROGRAMS.get(word.rpartition("/")[2])
 
 
-def _behind(launch: Launch, program: Flag, words: Sequence[Word]) -> list[Word]:
-    """The words behind those of a program; none behind the script that it starts."""
+def behind(launch: Launch, words: Sequence[str]) -> list[str]:
+    """The words behind those of the first program; none behind the script that it starts."""
+    program = _PROGRAMS[words[0].rpartition("/")[2]]
     name = program.meaning
+    if program.kind == "container":
+        launch.programs.append((name, []))
+        return _in_container(words)
     table = flags_of(name)
-    options, rest = options_of(words, table, name)
+    options, rest = options_of(words[1:], table, name)
+    while program.kind == "env" and rest and (assignment := ASSIGNMENT.fullmatch(rest[0])):
+        launch.variables[assignment[1]] = assignment[2]
+        del rest[0]
     more_options, rest = options_of(rest[int(program.values) :], table, name)
     launch.programs.append((name, options + more_options))
     meanings = {option.row.meaning for option in options}
@@ -83,77 +93,58 @@ def _behind(launch: Launch, program: Flag, words: Sequence[Word]) -> list[Word]:
     is_script = program.kind == "script" and "program" not in meanings
     if "module" in meanings:
         is_script = True
-    if is_script and rest and rest[0].text not in _PROGRAMS:
+    if is_script and rest and rest[0] not in _PROGRAMS:
         launch.script = rest[0]
         launch.words = rest[1:]
     return rest
 
 
-def job_of(words: Sequence[Word], variables: Mapping[str, Word] | None = None, **flags: Any) -> Job:
+def _in_container(words: Sequence[str]) -> list[str]:
+    """The command in a container: ``apptainer exec --nv image.sif torchrun train.py``.
+
+    It begins with the first word that names a known program or a script and is no flag's value.
+    """
+    for place in range(2, len(words)):
+        before = words[place - 1]
+        word = words[place]
+        may_be_value = before.startswith("-") and "=" not in before
+        if not may_be_value and (program_of(word) is not None or word.endswith(".py")):
+            return list(words[place:])
+    return []
+
+
+def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
     """The job that a command starts: with its launchers' flags, and Megatron's.
 
-    ``variables`` are those of its environment; ``flags`` override the command's, named with ``_``
-    for ``-``: ``tp=4``. JobError, with all that is missing, if the text does not decide it.
+    ``prefix`` chooses between overrides: of ``model.`` and ``teacher.``. ``flags`` win over the
+    command's, and are named with ``_`` for ``-``: ``tp=4``. JobError if the words do not decide it.
     """
-    launch = taken_apart(words)
-    variables = variables or {}
-    reader = Reader(settings_of(flags))
-    if launch.unknown and not launch.unknown[0].holes:
-        word = launch.unknown[0]
+    launch = taken_apart(command.words)
+    if launch.unknown:
         raise JobError(
-            f"{word.text} (line {word.line}) is not known, nor how often it starts the rest of its "
-            f"line. Paste what it starts."
+            f"{launch.unknown} is not known, nor how often it starts the rest of its words. Give "
+            f"the words that it starts, or a script of bash behind --run."
         )
-    # What the text leaves open is collected, and refused all at once.
-    for word in launch.unknown:
-        reader.lacks(word)
-    if launch.script is not None:
-        reader.lacks(launch.script)
+    if launch.script is None:
+        raise JobError(
+            "the command starts no Python program. Give the one with torchrun or srun, or a script "
+            "of bash behind --run."
+        )
+    variables = {**command.variables, **launch.variables}
+    reader = Reader(settings_of(flags), prefix)
     if "HYPERGRID_ORDER" in variables:
-        order = variables["HYPERGRID_ORDER"]
-        option = Option("HYPERGRID_ORDER", SIZES["order"], [order], order.line)
-        reader.read(option, reader.settings)
+        order = Option("HYPERGRID_ORDER", SIZES["order"], [variables["HYPERGRID_ORDER"]])
+        reader.read(order, reader.settings)
     launchers = read_programs(reader, launch.programs, variables)
-    for option in options_of(launch.words, _OF_SCRIPT)[0]:
+    for option in options_of(launch.words, OF_SCRIPT)[0]:
         reader.read(option, reader.settings)
     reader.finish()
     if launchers:
         set_ranks(reader.settings, launchers)
     job = of_settings(reader.settings)
-    return replace(job, assumed=(*reader.assumed, *job.assumed), flags=reader.flags)
-
-
-def rank_of(words: Sequence[Word]) -> int:
-    """How much of a job a command is: 2 is one with a launcher, 1 one without, 0 none."""
-    launch = taken_apart(words)
-    if not launch.unknown:
-        if launch.script is None:
-            return 0
-        has_launcher = any(name in LAUNCHERS for name, _ in launch.programs)
-        return 1 + has_launcher
-    # A program that is not known may start the launchers behind it any number of times.
-    for word in launch.unknown:
-        program = _program(word)
-        if program is not None and program.meaning in LAUNCHERS:
-            return 2
-    # $LAUNCHER train.py
-    if launch.unknown[0].holes:
-        return 2
-    return 0
-
-
-def script_of(words: Sequence[Word]) -> tuple[str, list[str]]:
-    """The script or module that a command starts, "" if it has none, and the words after it.
-
-    JobError if the text leaves one of these words open.
-    """
-    launch = taken_apart(words)
-    reader = Reader({})
-    script = ""
-    if launch.script is not None:
-        reader.lacks(launch.script)
-        script = launch.script.text
-    for word in launch.words:
-        reader.lacks(word)
-    reader.finish()
-    return script, [word.text for word in launch.words]
+    return replace(
+        job,
+        assumed=(*reader.assumed, *job.assumed),
+        flags=reader.flags,
+        stray=tuple(reader.stray),
+    )

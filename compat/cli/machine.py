@@ -1,4 +1,4 @@
-"""This machine: the groups of the installed megatron-core, and what is wrong with the setup."""
+"""This machine: what is installed, and what is wrong with the setup."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import os
 import platform
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from compat.planned.job import Job, JobError
 from compat.transformer_engine import process as te_process
 from hypergrid.messages import install_command
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
 _REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
-_STOCK_DIMS = ("tp", "ep", "dp", "pp", "cp")  # of megatron-core's RankGenerator
 _EMPTY_TE = "Found empty `transformer-engine` meta package"
 
 # Imports megatron as the swap does, in a process of its own: it may raise, or print, or hang.
@@ -30,52 +27,6 @@ from megatron.core import parallel_state
 from compat import parallel_state as ours
 print("" if parallel_state is ours else "megatron.core.parallel_state is not ours")
 """
-
-
-def compared(job: Job) -> tuple[str, list[tuple[str, str, int, bool]]]:
-    """The job's groups compared with those of the installed megatron-core's ``RankGenerator``.
-
-    Returns its release, and for each combination of dims that the job's plan uses: the grid, the
-    dims, how many groups, and whether all are equal.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # megatron's, of what else is missing
-            from megatron.core import __version__ as release
-            from megatron.core.parallel_state import RankGenerator
-        from compat.swap.drift import refuse_drift
-
-        refuse_drift("megatron.core.parallel_state")
-    except RuntimeError as error:
-        raise JobError(str(error)) from None
-    except ImportError as error:
-        raise JobError(
-            f"megatron-core cannot be imported: {error}. {install_command('megatron')}, "
-            f"and `hypergrid doctor` says what else is wrong."
-        ) from None
-    request = job.request()
-    rows = []
-    for grid in ("decoder", "expert"):
-        layout = request.layouts[grid]
-        sizes = {dim: layout.dim_size(dim) for dim in _STOCK_DIMS}
-        # A dim that upstream's generator does not have would make its groups smaller.
-        if layout.dim_size(_STOCK_DIMS) != layout.size:
-            raise JobError("remat axes are laid out by newer releases only; leave them out here.")
-        generator = RankGenerator(**sizes, order=request.order)
-        plan = job.plan()
-        combinations: dict[tuple[str, ...], None] = {}
-        for row in plan.rows:
-            if row.layout == grid:
-                dims = tuple(dim for dim in row.dims if dim in _STOCK_DIMS)
-                combinations[dims] = None
-        for dims in combinations:
-            if not dims:
-                continue
-            groups = layout.groups(dims).tolist()
-            stock_groups = [list(ranks) for ranks in generator.get_ranks("-".join(dims))]
-            are_equal = groups == stock_groups
-            rows.append((grid, "-".join(dims), len(groups), are_equal))
-    return str(release), rows
 
 
 def examined() -> Iterator[tuple[str, str, str]]:

@@ -25,7 +25,7 @@ from compat.planned.layouts import SHARDS, has_experts
 from compat.planned.orders import RankedOrder
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, printable
-from hypergrid.show.audit import Audit, Change
+from hypergrid.show.audit import Audit
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
     communicators,
@@ -259,8 +259,8 @@ def diagnosis(result: Diagnosis) -> None:
             out.print(f"  and {len(lines) - _MOST_LINES} more")
 
 
-def audit(recordings: Audit, changes: Sequence[Change] | None) -> None:
-    """Wrong states first, then the table by package and file, then what a baseline says."""
+def audit(recordings: Audit) -> None:
+    """Wrong states first, then the table by package and file."""
     out = console()
     for problem in recordings.problems:
         line = Text(f"{problem.kind}: ", "bold red")
@@ -290,27 +290,6 @@ def audit(recordings: Audit, changes: Sequence[Change] | None) -> None:
     out.print(f"\n{reads}, on {ranks}, megatron-core {releases}.")
     for sentence in recordings.unread:
         out.print(f"Not read: {sentence}", style="yellow", soft_wrap=True)
-    if changes is not None:
-        _beside_baseline(out, changes)
-
-
-def _beside_baseline(out: Console, changes: Sequence[Change]) -> None:
-    """The sites that read more than in a baseline, and how many read less."""
-    fewer = 0
-    for change in changes:
-        if change.after <= change.before:
-            fewer += 1
-            continue
-        lines = ", ".join(map(str, change.lines))
-        counts = f"line {lines}: {change.before} before, {change.after} now"
-        function = f"{change.module}, {change.function}"
-        line = Text("new: ", "bold red")
-        line.append(f"{change.name} in {function}, {counts}", "not bold default")
-        out.print(line, soft_wrap=True)
-    if fewer:
-        out.print(f"{fewer} functions read less than in the baseline: write it again with --json.")
-    if not changes:
-        out.print("As the baseline.")
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:

@@ -1,4 +1,4 @@
-"""Reads the options of programs, and the settings of a job from them; collects all that is missing.
+"""Reads the options of programs, and the settings of a job from them.
 
 The tables of options are in ``compat/planned/flags``.
 """
@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from compat.cli.bash import LONGEST, Word
-from compat.planned.flags import Flag
-from compat.planned.job import SIZES, JobError
+from compat.cli.line import LONGEST
+from compat.planned.flags import Flag, flags_of
+from compat.planned.job import PARALLEL, SIZES, JobError
 from hypergrid.messages import shown
 
+OF_SCRIPT = {**flags_of("megatron"), **SIZES}
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
+# argparse and click take both forms, SLURM and MPI only their own.
+_TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
 # Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
-_OVERRIDE = re.compile(r"[+~]*((?:\w+\.)+\w+)=(.*)", re.S)
-_MOST_SENTENCES = 12  # of what is missing
+_OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
 _MAY_HOLD_SIZES = re.compile(r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args")
 _FILE_OF_SIZES = re.compile(r".*\.(ya?ml|toml)")
-
+_DIM = r"(tp|pp|cp|ep|dp|etp|vpp?)"
+# --tp_size, --size-of-pp, --epParallel
+_SIZE_OF_DIM = re.compile(
+    rf"(?i)(?:^|[-_.]){_DIM}[-_.]?(?:size|parallel)|(?:size|parallel)\w*[-_.]{_DIM}(?:$|[-_.])"
+)
+_RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
+_LONG_NAME = 10  # letters; of two shorter ones each is soon within two edits of the other
 
 _UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
 
@@ -35,13 +42,12 @@ class Option(NamedTuple):
 
     flag: str
     row: Flag
-    values: list[Word]
-    line: int
+    values: list[str]
 
 
 def options_of(
-    words: Sequence[Word], table: Mapping[str, Flag], program: str = ""
-) -> tuple[list[Option], list[Word]]:
+    words: Sequence[str], table: Mapping[str, Flag], program: str = ""
+) -> tuple[list[Option], list[str]]:
     """The options of a program, and the words behind them; of a script, "", all words."""
     options = []
     place = 0
@@ -50,35 +56,38 @@ def options_of(
         if not _is_flag(word):
             if program:
                 break
-            options.append(Option("", _UNLISTED, [word], word.line))
+            options.append(Option("", _UNLISTED, [word]))
             place += 1
             continue
         place += 1
-        if program and word.text == "--":
+        if program and word == "--":
             continue
-        text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word.text)  # -N16 is -N=16
+        text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word)  # -N16 is -N=16
         flag, equals, value = text.partition("=")
-        row = table.get(flag.lstrip("-").replace("_", "-"), _UNLISTED)
+        name = flag.lstrip("-")
+        if program in _TAKES_UNDERSCORES:
+            name = name.replace("_", "-")
+        row = table.get(name, _UNLISTED)
         # How many words such a flag takes is open, and so where the script begins.
         if row is _UNLISTED and program:
             raise JobError(
-                f"{flag} of {program} (line {word.line}) is not known. Leave it out, or give "
-                f"--world-size and the sizes instead of the line."
+                f"{flag} of {program} is not known. Leave it out, or give the sizes instead of the "
+                f"command: --world-size 64 --tp 4."
             )
-        values = [replace(word, text=value)]
+        values = [value]
         if not equals:
             most_values = int(_MOST_VALUES.get(row.values, row.values))
             values = _values_at(words, place, most_values)
             place += len(values)
         if not values and row.values not in ("0", "?", "*"):
-            raise JobError(f"{flag} has no value in the launch line. Write it behind the flag.")
-        options.append(Option(flag, row, values, word.line))
+            raise JobError(f"{flag} has no value in the command. Write it behind the flag.")
+        options.append(Option(flag, row, values))
     return options, list(words[place:])
 
 
-def _values_at(words: Sequence[Word], place: int, most_values: int) -> list[Word]:
+def _values_at(words: Sequence[str], place: int, most_values: int) -> list[str]:
     """The values of a flag: the words from a place on, up to the next flag."""
-    values: list[Word] = []
+    values: list[str] = []
     for word in words[place : place + most_values]:
         if _is_flag(word):
             break
@@ -86,58 +95,58 @@ def _values_at(words: Sequence[Word], place: int, most_values: int) -> list[Word
     return values
 
 
-def _is_flag(word: Word) -> bool:
-    return re.match(r"-(?![\d.]|$)", word.text) is not None
+def _is_flag(word: str) -> bool:
+    return re.match(r"-(?![\d.]|$)", word) is not None
 
 
 class Reader:
-    """Reads the settings of a job."""
+    """Reads the settings of a job.
 
-    def __init__(self, overrides: Mapping[str, Any]) -> None:
+    ``overrides`` are settings that win over those of the command. ``prefix`` is that of the
+    overrides of Bridge, NeMo or verl which hold the sizes of the job, such as ``model.``.
+    """
+
+    def __init__(self, overrides: Mapping[str, Any], prefix: str | None = None) -> None:
         self.overrides = overrides
+        self.prefix = prefix
         self.settings: dict[str, Any] = dict(overrides)
-        self.missing: list[str] = []  # sentences
         self.flags: dict[str, list[str]] = {"used": [], "without effect": [], "not read": []}
         self.assumed: tuple[str, ...] = ()
-
-    def lacks(self, word: Word, flag: str = "") -> None:
-        """Note what decides the unknown parts of a word, which a flag or the launch line uses."""
-        user = f"{flag} is" if flag else "The launch line uses"
-        for hole in word.holes:
-            sentence = f"{user} {hole.text} (line {word.line}), which "
-            if hole.name:
-                sentence += "the text does not decide"
-                if hole.why:
-                    sentence += f": {hole.why}"
-                sentence += f". Add --set {hole.name}=VALUE."
-            else:
-                sentence += "only the job can tell. Write its value in its place."
-            self.missing.append(sentence)
+        self.stray: list[tuple[str, str]] = []  # a flag without value, and the word behind it
+        self._flag_before: str | None = None  # it takes no value
+        self._sizes: dict[str, dict[str, Any]] = {}  # of each prefix, as they are written
 
     def finish(self) -> None:
-        """Refuse the launch if anything is missing, all at once."""
-        if self.missing:
-            sentences = list(dict.fromkeys(self.missing))
-            raise JobError(" ".join(sentences[:_MOST_SENTENCES]))
+        """Refuse sizes of several models, of which only one can be the job."""
+        prefixes = list(self._sizes)
+        if self.prefix is not None:
+            if prefixes and self.prefix not in prefixes:
+                raise JobError(
+                    f"no override begins with {self.prefix}: sizes are those of "
+                    f"{' and '.join(prefixes)}. Choose one of these by --prefix."
+                )
+            return
+        for prefix in prefixes[1:]:
+            if self._sizes[prefix] != self._sizes[prefixes[0]]:
+                first_model = self._overrides_of(prefixes[0])
+                second_model = self._overrides_of(prefix)
+                raise JobError(
+                    f"{first_model} and {second_model} are sizes of different models. Choose one, "
+                    f"such as --prefix {prefixes[0]}"
+                )
 
-    def numbers(self, flag: str, words: Sequence[Word]) -> list[int]:
-        """The values of a flag that takes whole numbers; none if one is not known."""
-        numbers = []
-        for word in words:
-            self.lacks(word, flag)
-            if re.fullmatch(r"-?\d{1,18}", word.text):
-                numbers.append(int(word.text))
-            elif not word.holes:
-                raise JobError(f"{flag} must be a whole number, got {shown(word.text)}.")
-        if any(word.holes for word in words):
-            return []
-        return numbers
+    def _overrides_of(self, prefix: str) -> str:
+        """The overrides as they are written."""
+        sizes = self._sizes[prefix].items()
+        return " ".join(f"{prefix}{name}={text}" for name, text in sizes)
 
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""
-        flag, row, values, _ = option
+        flag, row, values = option
+        flag_before = self._flag_before
+        self._flag_before = flag if row.values == "0" else None
         if row is _UNLISTED:
-            self._read_unlisted(option)
+            self._read_unlisted(option, flag_before)
             return
         # It says what a program starts, which is no setting.
         if row.kind == "starts":
@@ -145,67 +154,123 @@ class Reader:
         # The flags of the command win over those of the line.
         if settings is self.settings and row.meaning in self.overrides:
             return
-        text = " ".join(word.text for word in values)
-        is_unknown = any(word.holes for word in values)
-        is_open = any(word.is_open for word in values)
-        has_sizes = row.meaning == "refused"
-        if row.meaning == "unless":
-            has_sizes = re.search(row.kind, text) is not None
-            for word in values:
-                self.lacks(word, flag)
-        if has_sizes:
-            raise _may_hold_sizes(option)
-        is_of_model = row.kind == "model"
-        is_without_effect = row.meaning in ("", "unless")
-        # The planned groups are the same, whatever the model is.
-        if is_of_model and is_unknown and not is_open:
-            is_without_effect = True
-        if is_without_effect:
+        text = " ".join(values)
+        if row.meaning == "refused" or (
+            row.meaning == "unless" and re.search(row.kind, text) is not None
+        ):
+            if settings is self.settings:
+                raise _may_hold_sizes(option)
+            raise JobError(f"{flag} {text} is not read. {_RANKS_BESIDE}")
+        if row.meaning in ("", "unless"):
             self.flags["without effect"].append(flag)
-            # Several words in its place could be other flags.
-            for word in values:
-                if word.is_open:
-                    self.lacks(word, flag)
             return
-        if is_of_model:
+        # The planned groups are the same, whatever the model is.
+        if row.kind == "model":
             self.flags["without effect"].append(flag)
+            # Only `check` needs its number, and a shell may have left it empty.
+            if re.fullmatch(r"\d{1,18}", text) is None:
+                return
         else:
             self.flags["used"].append(f"{flag} {text}".strip())
         if row.values == "0":
             settings[row.meaning] = True
-        elif row.kind == "text":
-            self.lacks(values[0], flag)
+        elif row.kind in ("text", "layout"):
             settings[row.meaning] = text
         else:
-            numbers = self.numbers(flag, values)
-            if numbers:
-                is_list = row.values == "+"
-                settings[row.meaning] = numbers if is_list else numbers[0]
+            numbers = []
+            for value in values:
+                if re.fullmatch(r"-?\d{1,18}", value) is None:
+                    remedy = "Write its number, or leave the flag out."
+                    if settings is not self.settings:
+                        remedy = _RANKS_BESIDE
+                    raise JobError(f"{flag} must be a whole number, got {shown(value)}. {remedy}")
+                numbers.append(int(value))
+            settings[row.meaning] = numbers if row.values == "+" else numbers[0]
 
-    def _read_unlisted(self, option: Option) -> None:
+    def _read_unlisted(self, option: Option, flag_before: str | None) -> None:
         """A word or a flag of a script that its table does not have."""
-        flag, _, values, line = option
-        override = None if flag else _OVERRIDE.fullmatch(values[0].text)
-        if override is not None:
-            # model.tensor_model_parallel_size=4
-            flag, text = override.groups()
-            name = flag.rpartition(".")[2].replace("_", "-")
-            if name in SIZES:
-                self.assumed = (_OF_OVERRIDES,)
-                value = replace(values[0], text=text)
-                self.read(Option(flag, SIZES[name], [value], line), self.settings)
-                return
-        has_file = any(_FILE_OF_SIZES.fullmatch(word.text) for word in values)
-        if has_file or _MAY_HOLD_SIZES.search(flag):
+        flag, _, values = option
+        # It may take no values: --verbose model.tensor_model_parallel_size=4
+        unread = [value for value in values if not self._read_override(value)]
+        if not flag and not unread:
+            return
+        meant = _meant(flag)
+        if meant:
+            raise JobError(
+                f"{flag} is not a flag of Megatron, which has --{meant}. Write that if it is "
+                f"meant, or give the sizes instead of the command: --world-size 64 --tp 4."
+            )
+        has_file = any(_FILE_OF_SIZES.fullmatch(value) for value in unread)
+        name = flag or unread[0].rpartition("=")[0]
+        if has_file or _MAY_HOLD_SIZES.search(name):
             raise _may_hold_sizes(option)
-        self.flags["not read"].append(flag or values[0].text)
-        for word in values:
-            self.lacks(word, flag)
+        if not flag and flag_before is not None and "=" not in unread[0]:
+            self.stray.append((flag_before, unread[0]))
+        self.flags["not read"].append(flag or unread[0])
+
+    def _read_override(self, word: str) -> bool:
+        """Read ``model.tensor_model_parallel_size=4``; False if it is no setting of a job."""
+        override = _OVERRIDE.fullmatch(word)
+        if override is None:
+            return False
+        prefix, name, text = override.groups()
+        row = SIZES.get(name.replace("_", "-"))
+        if row is None:
+            return False
+        if row.meaning in PARALLEL and row.meaning not in self.overrides:
+            if self.prefix not in (None, prefix):
+                self._sizes.setdefault(prefix, {})
+                self.flags["without effect"].append(f"{prefix}{name}")
+                return True
+            self._sizes.setdefault(prefix, {})[name] = text
+        self.assumed = (_OF_OVERRIDES,)
+        # Hydra's word for a value that is not given.
+        if text not in ("null", "None"):
+            self.read(Option(f"{prefix}{name}", row, [text]), self.settings)
+        return True
+
+
+def _meant(flag: str) -> str:
+    """The flag of Megatron that holds a size and is meant by one that no table has; "" if none."""
+    name = flag.lstrip("-").replace("_", "-").lower()
+    candidates = [size_flag for size_flag in SIZES if len(size_flag) >= _LONG_NAME]
+    # --tensor_model_parallel_size, which Megatron's parser does not take, and two letters too few.
+    for size_flag in candidates:
+        if _edits(name, size_flag) <= 2:
+            return size_flag
+    dim = _SIZE_OF_DIM.search(flag.lstrip("-"))
+    if dim is None:
+        return ""
+    return _FLAG_OF_DIM[(dim[1] or dim[2]).lower()]
+
+
+_FLAG_OF_DIM = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+    "vp": "num-virtual-stages-per-pipeline-rank",
+    "vpp": "num-virtual-stages-per-pipeline-rank",
+    "dp": "tensor-model-parallel-size and its like, from which dp follows",
+}
+
+
+def _edits(first: str, second: str) -> int:
+    """How many letters are inserted, left out or replaced between two texts (Levenshtein)."""
+    row = list(range(len(second) + 1))
+    for place, letter in enumerate(first, 1):
+        row_above = row
+        row = [place]
+        for column, second_letter in enumerate(second, 1):
+            replaced = row_above[column - 1] + (letter != second_letter)
+            row.append(min(replaced, row_above[column] + 1, row[column - 1] + 1))
+    return row[-1]
 
 
 def _may_hold_sizes(option: Option) -> JobError:
-    name = option.flag or option.values[0].text
+    name = option.flag or option.values[0]
     return JobError(
-        f"{name} (line {option.line}) may hold sizes that are not read. Give --world-size and "
-        f"--gpus-per-node beside the line, or all sizes, such as --tp 4, instead of it."
+        f"{name} may hold sizes that are not read. Give all sizes, such as --world-size 64 --tp 4, "
+        f"instead of the command, or the plan of the job itself (compat.launch --plan)."
     )

@@ -1,24 +1,24 @@
-"""The layout of a command: from sizes, a pasted launch line, or a saved plan."""
+"""The layout of a command: from sizes, a launch, or a saved plan."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from os.path import isfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compat.cli.bash import LONGEST, Command, ScriptError, commands
-from compat.cli.kubernetes import is_manifest, pods_of
-from compat.cli.launch import job_of, rank_of
-from compat.cli.world import head_of
+from compat.cli.launch import job_of
+from compat.cli.line import Command, command_of
+from compat.cli.run import launches
 from compat.megatron import releases
 from compat.megatron.request import Request
 from compat.planned.job import MOST_RANKS, RANKS_PER_HOST, Job, JobError, check_hosts
 from compat.planned.layouts import SHARDS
-from hypergrid.files import bytes_of, decoded, text_of
+from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
@@ -125,7 +125,8 @@ def saved(
             f"{path} has a network of hosts of different sizes or of several levels, which is no "
             f"longer read: save the plan again, with --gpus-per-node and --nvlink-domain."
         )
-    for name in re.findall(rb'"(?:[^"\\]|\\.)*"', text):
+    # Fields that no plan has are not decoded, and may hold any bytes.
+    for name in re.findall(r'"(?:[^"\\]|\\.)*"', text.decode(errors="replace")):
         # A name with a line break would print a line of its own, which could say anything.
         if "\n" in json.loads(name):
             raise JobError(
@@ -182,89 +183,65 @@ def of_job(job: Job) -> PlannedJob:
     return PlannedJob(job.plan(), job.ranks_per_host, job.nvlink_domain, job, job.assumed, release)
 
 
-def line_of(text: str) -> str:
-    """The text of ``--from-args``: the value itself, a file's text, or that of standard input."""
-    if text == "-" or isfile(text):
-        return text_of(text)
-    if re.fullmatch(r"[\w./~-]+\.(sh|slurm|sbatch|bash|ya?ml|txt|job)", text):
-        raise JobError(f"there is no file {text}.")
-    return text
+@dataclass(frozen=True)
+class Source:
+    """What a command line says of a job: at most one of a command, a script and a line."""
+
+    words: Sequence[str] = ()  # the command, or with ``is_script`` the script and its arguments
+    is_script: bool = False
+    line: str | None = None
+    timeout: float = 60  # seconds that the script may run
+    prefix: str | None = None  # of the overrides that hold sizes
 
 
-def from_line(
-    text: str, variables: Mapping[str, str] | None = None, defaults: bool = False, **flags: Any
-) -> Job:
-    """The job that a launch line or a whole script starts, with these variables and flags."""
-    return started(text, variables, defaults, **flags)[0]
+def started(source: Source, **flags: Any) -> list[tuple[Job, Command]]:
+    """The jobs that are started, each with the first command that starts it.
 
-
-def started(
-    text: str, variables: Mapping[str, str] | None = None, defaults: bool = False, **flags: Any
-) -> tuple[Job, Command]:
-    """The job that a launch line or a whole script starts, and the command that starts it."""
-    if len(text) > LONGEST:
-        raise JobError(f"the launch line is longer than {LONGEST:,} characters.")
-    pods = pods_of(text) if is_manifest(text) else None
-    if pods is not None and flags.get("gpus_per_node") is None:
-        flags["gpus_per_node"] = pods.slots
-    try:
-        if pods is None:
-            programs, assumed = commands(text, variables, head_of(text), defaults)
-        else:
-            programs, assumed = commands(pods.line, variables, pods.variables, defaults)
-    except ScriptError as error:
-        raise JobError(str(error)) from None
-    candidates = _launches(programs)
-    first = candidates[0]
-    job = job_of(first.words, first.variables, **flags)
-    for other in candidates[1:]:
-        if job_of(other.words, other.variables, **flags) != job:
-            raise JobError(
-                f"lines {first.line} and {other.line} of the launch line start different jobs. "
-                f"Paste one of them, or decide by --set NAME=VALUE which is started."
-            )
-    hosts = -(-job.world_size // job.ranks_per_host)
-    # The line of a pod and the number of pods are written in two places.
-    is_decided = flags.get("world_size") is not None
-    if pods is not None and pods.pods != hosts and not is_decided:
-        raise JobError(
-            f"the manifest has {pods.pods} pods, and its command starts {job.world_size} ranks on "
-            f"{hosts} hosts. Change one of them, or give --world-size."
-        )
-    sentences = list(job.assumed)
-    for default in dict.fromkeys(assumed):
-        name = default.partition("=")[0]
-        sentences.append(f"{default}, its default; --set {name}=VALUE changes it")
-    return replace(job, assumed=tuple(sentences)), first
-
-
-def _launches(programs: Sequence[Command]) -> list[Command]:
-    """The programs of a script that start its job: those with a launcher, or the Python programs.
-
-    A script may run other Python programs before: ``python prepare.py`` and then ``torchrun ...``.
+    ``flags`` win over those of the commands; without a command they are the whole job.
     """
-    by_rank: dict[int, list[Command]] = {0: [], 1: [], 2: []}
-    for command in programs:
-        # The rest of a launch that has lost the backslash before it.
-        is_flag = command.words[0].text.startswith("-")
-        if is_flag and command is not programs[0]:
-            raise JobError(
-                f"line {command.line} of the launch line begins with a flag. Join it with the line "
-                f"before by a backslash."
-            )
-        by_rank[rank_of(command.words)].append(command)
-    if not by_rank[1] and not by_rank[2]:
+    if source.is_script:
+        commands = _recorded(source)
+    elif source.line is not None:
+        commands = [command_of(source.line)]
+    else:
+        commands = [Command(source.words, dict(os.environ))]
+    jobs: list[tuple[Job, Command]] = []
+    for command in commands:
+        job = job_of(command, source.prefix, **flags)
+        # A script that starts each host's part by ssh starts the same job several times.
+        if job not in [other for other, _ in jobs]:
+            jobs.append((job, command))
+    return jobs
+
+
+def _recorded(source: Source) -> Sequence[Command]:
+    """The launches of a script, which bash runs; what is done and how it ended goes to stderr."""
+    script = Path(source.words[0])
+    if not script.is_file():
+        raise JobError(f"there is no file {script}.")
+    name = shown(script.name)
+    _say(f"runs {name} here, without its launchers; all other commands run")
+    recording = launches(script, source.words[1:], source.timeout)
+    ending = f"{name} ended with status {recording.status}"
+    if recording.status is None:
+        ending = f"{name} had not ended after {source.timeout:g} s and was stopped"
+    if not recording.launches:
         raise JobError(
-            "the launch line starts no Python program: paste the line with torchrun or srun, or "
-            "the script that has it."
+            f"{ending} and started no job. Its output above says why; --timeout gives it longer, "
+            f"and a launcher that is called by its path is not seen."
         )
-    return by_rank[2] or by_rank[1]
+    _say(f"{ending}; launches: {len(recording.launches)}")
+    return recording.launches
+
+
+def _say(text: str) -> None:
+    print(f"hypergrid: {text}", file=sys.stderr, flush=True)
 
 
 def read(text: str) -> PlannedJob:
     """One side of a comparison: a saved plan's path, or sizes and launch lines as text."""
     if "--" in text:
-        return of_job(from_line(text))
+        return of_job(job_of(command_of(text)))
     if not Path(text).exists():
         raise JobError(f"{text!r} is neither a file nor sizes such as '--world-size 64 --tp 4'.")
     return saved(Path(text))

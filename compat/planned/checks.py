@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from compat.planned.job import Job
 from compat.planned.layouts import Layouts, groups_by_kind
+from hypergrid.messages import shown
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
@@ -73,6 +74,9 @@ def by_severity(unsorted: Iterable[Finding]) -> list[Finding]:
 # Flags with which Megatron splits the layers, or the batch, in another way.
 _UNEVEN = {"--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
            "--hybrid-layer-pattern", "--encoder-num-layers"}  # fmt: skip
+_VIRTUAL_STAGES = {"--num-layers-per-virtual-pipeline-stage",
+                   "--num-virtual-stages-per-pipeline-rank",
+                   "--pipeline-model-parallel-layout"}  # fmt: skip
 _OTHER_BATCHES = {"--rampup-batch-size", "--step-batch-size-schedule"}
 
 
@@ -84,8 +88,10 @@ def refusals(job: Job) -> Iterator[Finding]:
 
     model = job.model
     flags: set[str] = set()
-    for names in job.flags.values():
-        flags.update(names)
+    for written in job.flags.values():
+        # "--num-layers 32" is used with its value.
+        flags.update(flag.partition(" ")[0] for flag in written)
+    yield from _refused_by_the_parser(job, flags)
     yield from _indivisible(
         "num-experts",
         model.get("num-experts"),
@@ -119,6 +125,38 @@ def refusals(job: Job) -> Iterator[Finding]:
             "micro-batch size x data-parallel size",
             model.get("micro-batch-size", 1) * replicas,
             "global_batch_size % (micro_batch_size * data_parallel_size) == 0",
+        )
+
+
+def _refused_by_the_parser(job: Job, flags: set[str]) -> Iterator[Finding]:
+    """Findings: what Megatron refuses of the flags themselves, before it looks at their values."""
+    for flag, word in job.stray:
+        yield Finding(
+            "stray-word",
+            "error",
+            f"{shown(word)} stands behind {flag}, which takes no value.",
+            "Megatron refuses its arguments: unrecognized arguments.",
+            f"Leave the word out, or {flag} where it should be off.",
+        )
+    given = sorted(flags & _VIRTUAL_STAGES)
+    if len(given) > 1:
+        yield Finding(
+            "virtual-stages",
+            "error",
+            f"{' and '.join(given)} both decide the number of virtual stages.",
+            "Megatron refuses its arguments: at most one of them can be set.",
+            f"Leave {given[0]} out.",
+        )
+    expert_size = job.arguments.get("expert_model_parallel_size", 1)
+    # From a checkpoint the number of experts may come.
+    has_experts = flags & {"--num-experts", "--use-checkpoint-args"} or "num-experts" in job.model
+    if "--expert-model-parallel-size" in flags and expert_size > 1 and not has_experts:
+        yield Finding(
+            "no-experts",
+            "error",
+            f"--expert-model-parallel-size is {expert_size}, and the model has no --num-experts.",
+            "Megatron refuses its arguments: num_experts must not be None.",
+            "Give --num-experts, or leave the size out.",
         )
 
 

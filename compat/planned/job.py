@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -20,6 +21,8 @@ MOST_RANKS = 1 << 20
 SIZES = flags_of("sizes")
 # A size is an argument of initialize_model_parallel, or says something of the model, or neither.
 _ARGUMENTS = {field.name for field in fields(Request)}
+# The settings that divide ranks into groups.
+PARALLEL = {name for name in _ARGUMENTS if re.search("_sizes?$|_instances$", name)}
 _OF_MODEL = {row.meaning for row in SIZES.values() if row.kind in ("model", "stages")}
 
 
@@ -39,8 +42,10 @@ class Job:
     model: Mapping[str, int] = field(default_factory=dict)
     user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
-    # The flags of a launch line, by "used", "without effect" and "not read".
+    # The flags of a command, by "used", "without effect" and "not read".
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
+    # Flags without value, each with the word behind it.
+    stray: Sequence[tuple[str, str]] = field(default=(), compare=False)
 
     def request(self) -> Request:
         """The request of ``initialize_model_parallel``; where that would raise, a JobError."""
@@ -104,7 +109,8 @@ def of_settings(settings: Mapping[str, Any]) -> Job:
                 assumed.append(f"the order {resolved}, from {source}")
     if "world" not in settings:
         raise JobError(
-            "the number of ranks is missing. Give --world-size, or the line with torchrun or srun."
+            "the number of ranks is missing. Give --world-size, or the command with torchrun or "
+            "srun."
         )
     world_size = settings["world"]
     ranks_per_host = settings.get("per_host")
@@ -148,9 +154,19 @@ def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) 
     each virtual stage: 128 / 16 / 2 = 4 virtual stages.
     """
     name = "virtual_pipeline_model_parallel_size"
+    stages = arguments.get("pipeline_model_parallel_size", 1)
+    stage_layout = settings.get("stage_layout")
     layers_each = settings.get("layers_per_stage")
-    if layers_each is not None and name not in arguments:
-        stages = arguments.get("pipeline_model_parallel_size", 1)
+    if stage_layout is not None:
+        all_stages = stages_of(stage_layout)
+        if all_stages % stages:
+            raise JobError(
+                f"--pipeline-model-parallel-layout {shown(stage_layout)} has {all_stages} stages, "
+                f"and {stages} pipeline ranks do not divide them. Change the number of | in it, or "
+                f"--pipeline-model-parallel-size."
+            )
+        arguments[name] = all_stages // stages
+    elif layers_each is not None and name not in arguments:
         layers = settings.get("num-layers", 0)
         layers += settings.get("with_embedding", 0) + settings.get("with_loss", 0)
         if layers < 1 or layers_each < 1 or layers % (stages * layers_each):
@@ -161,3 +177,30 @@ def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) 
         arguments[name] = layers // stages // layers_each
     if arguments.get(name) == 1:
         del arguments[name]
+
+
+# A letter for a layer or | between stages, or several in brackets; perhaps n times: (tt|)*29
+_REPEATED = re.compile(r"(?:([EtmL|])|\(([^()]+)\)(?=\*))(?:\*(\d{1,6}))?")
+
+
+def stages_of(stage_layout: str) -> int:
+    """The number of stages in Megatron's layout of a pipeline: ``Et*3|(tt|)*2,L`` has four."""
+    return 1 + _bars_in(stage_layout, stage_layout.replace(",", ""))
+
+
+def _bars_in(stage_layout: str, text: str) -> int:
+    bars = 0
+    place = 0
+    while place < len(text):
+        part = _REPEATED.match(text, place)
+        if part is None:
+            raise JobError(
+                f"--pipeline-model-parallel-layout {shown(stage_layout)} is not read behind "
+                f"{shown(text[:place])}: layers are E, t, m and L, stages end with |, and t*3 or "
+                f"(tt|)*3 repeats."
+            )
+        letter, repeated, times = part.groups()
+        bars_each = int(letter == "|") if letter else _bars_in(stage_layout, repeated)
+        bars += bars_each * int(times or 1)
+        place = part.end()
+    return bars

@@ -1,12 +1,12 @@
-"""Recorded reads of a global module: merged, counted, compared with a baseline."""
+"""Recorded reads of a global module: merged and counted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypedDict
 
 from hypergrid.files import FileError, bytes_of, decoded
 
@@ -14,26 +14,14 @@ SCHEMA = 1  # of a rank's file
 _KEYS = ("module", "file", "line", "function", "name", "writes")
 
 
-_SiteKey: TypeAlias = tuple[str, str, str]  # module, function, name
-
-
-class _Known(TypedDict):
-    """The part of a line's record that a baseline keeps."""
-
-    module: str
-    function: str
-    name: str
-    line: int
-
-
-class _Baseline(TypedDict):
-    sites: list[_Known]
-
-
-class _Use(_Known):
+class _Use(TypedDict):
     """A line of a rank's file."""
 
+    module: str
     file: str
+    line: int
+    function: str
+    name: str
     writes: bool
     state: str
     group: str
@@ -77,11 +65,6 @@ class Site:
     def package(self) -> str:
         """The package of its module; a script is its own."""
         return self.module.rpartition(".")[0] or self.module
-
-    @property
-    def key(self) -> _SiteKey:
-        """The key by which a baseline knows a site: lines move, module and function stay."""
-        return self.module, self.function, self.name
 
 
 @dataclass(frozen=True, order=True)
@@ -137,7 +120,7 @@ class Audit:
         return sorted(row_of_file.values(), key=place)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON; also what ``--against`` takes as a baseline."""
+        """Everything, as JSON."""
         rows = []
         for row in self.files():
             names = dict(row.names.most_common())
@@ -261,46 +244,3 @@ def _problem(kind: str, text: str, reports: Sequence[tuple[int, int, str]]) -> P
         reads += count
     first_rank, _, example = min(reports)
     return Problem(kind, text, reads, tuple(sorted(ranks)), f"rank {first_rank} {example}")
-
-
-@dataclass(frozen=True)
-class Change:
-    """Lines of one function that use one name: more, or fewer, than the baseline has."""
-
-    module: str
-    function: str
-    name: str
-    before: int
-    after: int
-    lines: tuple[int, ...]  # now
-
-
-def baseline(path: Path) -> list[_Known]:
-    """The sites of a baseline: a file with ``to_json``, or a directory. FileError as ``read``."""
-    if path.is_dir():
-        # A line of a recording has more fields than one of a baseline.
-        lines: list[Any] = list(map(asdict, read(path).sites))
-        return lines
-    return decoded(bytes_of(path), _Baseline, f"the baseline {path}")["sites"]
-
-
-def against(audit: Audit, baseline_sites: Iterable[_Known]) -> list[Change]:
-    """The sites that are new in ``audit``, and those that are gone, beside a baseline's.
-
-    A site of the baseline is a function that uses a name, with the number of lines that do:
-    lines move, and a run may be longer.
-    """
-    lines_before: dict[_SiteKey, set[int]] = {}
-    for record in baseline_sites:
-        key = (record["module"], record["function"], record["name"])
-        lines_before.setdefault(key, set()).add(record["line"])
-    lines_after: dict[_SiteKey, set[int]] = {}
-    for site in audit.sites:
-        lines_after.setdefault(site.key, set()).add(site.line)
-    changes = []
-    for key in sorted({*lines_before, *lines_after}):
-        before = lines_before.get(key, set())
-        after = lines_after.get(key, set())
-        if len(before) != len(after):
-            changes.append(Change(*key, len(before), len(after), tuple(sorted(after))))
-    return changes

@@ -217,15 +217,6 @@ def test_the_release_that_is_planned_is_saved_and_its_reason_told(saved, monkeyp
     assert "\nfor megatron-core 0.19 (none installed)\n" in run(small)
 
 
-def test_a_launch_line_is_text_a_file_or_standard_input(tmp_path):
-    script = tmp_path / "job.sh"
-    script.write_text("#SBATCH -N 2\nsrun --ntasks-per-node 8 python x.py --tp $TP")
-    printed = run(f"plan --from-args {script} --set TP=4")
-    assert printed.startswith("16 ranks on 2 hosts of 8: tp=4 dp=4, order tp-dp\n")
-    assert "used: SLURM_NNODES 2, --ntasks-per-node 8, --tp 4" in printed
-    assert "64 ranks on 8 hosts of 8" in run("plan --from-args -", stdin=LINE)
-
-
 def test_a_plan_is_compared_with_what_lives(tmp_path, fake_world):
     from compat.state import ParallelState
 
@@ -239,15 +230,6 @@ def test_a_plan_is_compared_with_what_lives(tmp_path, fake_world):
     assert "TENSOR_MODEL_PARALLEL_GROUP has the ranks [4, 5, 6, 7], planned were [4, 5]" in (
         differences
     )
-
-
-def test_the_installed_megatron_is_compared_and_named():
-    printed = run(f"parity {SIZES}")
-    assert "RankGenerator: all groups equal." in printed and "megatron-core 0." in printed
-    from megatron.core import parallel_state
-
-    with mock.patch.object(parallel_state.RankGenerator, "get_ranks", return_value=[[0]]):
-        assert "kinds of groups differ" in run(f"parity {SIZES}", 1)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +311,6 @@ def test_a_release_of_the_environment_that_is_none_is_one_sentence():
     [
         ("sys.modules['typer'] = None; ", "the command line needs typer"),
         ("sys.modules['rich'] = None; ", "the command line needs rich"),
-        ("import shutil; shutil.which = lambda *a, **k: None; ", "launch lines needs shfmt-py"),
     ],
 )
 def test_without_the_extra_the_command_says_what_to_install(before, refusal):

@@ -7,7 +7,6 @@ from torch.distributed.run import get_args_parser
 
 from compat.launch import CHOICES, SWITCHES
 from compat.planned.flags import flags_of
-from tests.cli.test_cli import run
 
 OF_NEWER_TORCH = {
     "numa-binding",
@@ -40,10 +39,3 @@ def test_flags_of_python_are_known_to_python():
         if row.values == "0" and len(name) == 1 and row.kind != "starts" and name != "x":
             command = [sys.executable, f"-{name}", "-c", ""]
             assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0, name
-
-
-def test_a_script_is_an_argument_of_its_own(tmp_path):
-    script = tmp_path / "job.sh"
-    script.write_text("TP=$((HALF * 2))\ntorchrun --nproc-per-node 8 p.py --tp $TP\n")
-    assert "tp=4" in run(f"check {script} --set HALF=2")
-    assert "there is no file" in run(f"check {tmp_path / 'no.sh'}", 2)

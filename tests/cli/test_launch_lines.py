@@ -1,175 +1,100 @@
-"""Launch lines and scripts: the job is read as bash would start it, or refused by name."""
+"""Launch commands: the job is read by the rules of its programs, or refused with a remedy."""
 
-from contextlib import suppress
+import random
 from pathlib import Path
 
 import pytest
 
-from compat.cli.launch import script_of
-from compat.cli.source import from_line, started
-from compat.planned.job import JobError, from_sizes
+from compat.cli.launch import job_of, taken_apart
+from compat.cli.line import Command, command_of
+from compat.cli.world import head_of
+from compat.planned.job import JobError, from_sizes, stages_of
+from tests.cli.test_cli import run
+from tests.support import ROOT
 
 HERE = Path(__file__).parent
-# Scripts, and behind --> a part of what is said of each.
+# Commands, and behind --> a part of what is said of each.
 LINES = HERE.joinpath("lines.txt").read_text().rstrip("\n").split("\n\n")
+# A command of ours, its refusal, the remedied command and what that prints.
+REFUSALS = [
+    block.splitlines()
+    for block in HERE.joinpath("refusals.txt").read_text().rstrip("\n").split("\n\n")
+    if not block.startswith("#")
+]
 RUN = "torchrun --nproc-per-node 8 pretrain_gpt.py"
 
 
-def answer(script):
-    """The job of a script in words, or why it is refused."""
-    try:
-        job = from_line(script)
-    except JobError as error:
-        return str(error)
+def job_in(line, **flags):
+    """The job of a pasted line."""
+    return job_of(command_of(line), **flags)
+
+
+def in_words(job):
     arguments = [f"{name}={value}" for name, value in job.arguments.items()]
     return f"{job.world_size} ranks, {job.ranks_per_host} on each host: {' '.join(arguments)}"
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if "\n--> " in line])
-def test_a_line_is_read_by_the_rules_of_its_programs_or_refused_by_name(line):
-    script, _, expected = line.partition("\n--> ")
-    assert expected in answer(script)
+def test_a_line_is_read_by_the_rules_of_its_programs(line):
+    command, _, expected = line.partition("\n--> ")
+    assert expected in in_words(job_in(command))
+
+
+@pytest.mark.parametrize("block", REFUSALS, ids=lambda block: block[0])
+def test_a_refusal_names_a_remedy_that_works(block, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command, refusal, remedied, answer = block
+    assert refusal in run(command, 2)
+    assert answer in run(remedied.removeprefix("-> "), prints_first=True)
 
 
 @pytest.mark.parametrize(
-    ("script", "expected"),
+    ("line", "refusal"),
     [
-        ("A=xxxxxxxx\n" + "A=$A$A\n" * 40 + RUN, "A of the launch line is longer than"),
-        (f"A={'x' * 200_000}\n{RUN}", "the launch line is longer than"),
-        ("( " * 3000 + RUN + " )" * 3000, "the launch line is nested too deeply"),
-        ("f() { f; }; f", "the launch line is nested too deeply"),
-        ("x\ud800", "the launch line is not valid Unicode"),
-        ("x\U000f0005", "private use area"),
-        ("TP=8\r\n" + RUN, "the launch line has carriage returns"),
-        ("torchrun \u2013nproc-per-node 8 p.py", "begins with a dash of another kind"),
+        (f"{RUN} --save {'x' * 200_000}", "the launch line is longer than"),
+        (f"{RUN} \\\n--tp 4\n--pp 2", "the launch line has several lines"),
+        (f"{RUN} \\\r\n--tp 4", "the launch line has several lines"),
+        (f"{RUN} --save \\", "a backslash that is left open"),
+        (f"{RUN} ~/x", "a shell would expand '~/x'"),
+        (f"{RUN} *.json", "a shell would expand '*.json'"),
+        (f"{RUN} # none", "a shell would expand '#'"),
+        (f"{RUN} 'a'$X\"b\"", "a shell would expand '\\'a\\'$X\"b\"'"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_refused_by_name(script, expected):
-    assert expected in answer(script)
+def test_a_line_that_only_a_shell_can_read_is_refused_by_name(line, refusal):
+    with pytest.raises(JobError) as caught:
+        command_of(line)
+    assert refusal in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "left_open", "ranks", "sizes"),
-    [
-        (
-            "mixtral_16",
-            {"SLURM_JOB_ID": "7", "PROFILE": "0"},
-            16,
-            {"tp": 2, "pp": 4, "vp": 2, "ep": 2},
-        ),
-        ("llama_128", {"DAY": "2026-01-01"}, 128, {"tp": 8, "pp": 4, "cp": 2}),
-        (
-            "llama_16384",
-            {"SLURM_NODEID": "0", "MASTER_ADDR": "dgx1", "@": ""},
-            16384,
-            {"tp": 8, "pp": 16, "vp": 4, "order": "tp-cp-ep-dp-pp"},  # (126 + 2) / 16 / 2
-        ),
-    ],
-)
-def test_a_slurm_script_gives_the_ranks_and_the_arguments_of_its_job(name, left_open, ranks, sizes):
-    script = (HERE / "launch" / f"{name}.sh").read_text()
-    assert "which the text does not decide" in answer(script)
-    job = from_line(script, left_open)
-    assert job.arguments == from_sizes(world_size=ranks, **sizes).arguments
-    assert (job.world_size, job.ranks_per_host) == (ranks, 8)
-    assert not job.flags["not read"]
-    job.plan()
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "X=2x\nTP=${X/x}",
-        "X=TP\nTP=${!X}",
-        "TP=$(nproc)",
-        "TP=$((2 ** -2))",
-        "[ -f x ] && TP=4",
-        "[[ 2 == [1-3] ]] && TP=4",
-        "case $X in 1) TP=4 ;; esac",
-        "for i in $X; do TP=$i; done",
-        "while [ -f x ]; do TP=4; done",
-        "if grep x y; then TP=4; fi",
-        "cp x y || TP=4",
-        "source env.sh",
-        "module load cuda",
-        "TP=$1",
-        "read TP",
-        "unset $X",
-        "TP=$RANDOM",
-        "wait -p TP",
-        "unset TP",
-        "printf -v TP 8",
-        "((TP++))",
-        "for ((TP = 0; TP < 8; TP++)); do :; done",
-        "TP=(2 4); TP=${TP[1]}",
-        "TP=$(echo 4)",
-        "X=4x; TP=${X%x}",
-        "TP=4 > log",
-        "export $(cat env)",
-    ],
-)
-def test_what_is_not_followed_is_refused_where_the_launch_uses_it(script):
-    text = f"TP=2\n{script}\n{RUN} --tp $TP"
-    line = text.count("\n") + 1
-    refusal = answer(text)
-    assert refusal.startswith("--tp is ")
-    assert f"(line {line}), which the text does not decide" in refusal and "Add --set" in refusal
-    assert from_line(text, {"TP": "8"}).arguments == {"tensor_model_parallel_size": 8}
-
-
-SCRIPT = """
-#!/bin/bash
-GPUS_PER_NODE=8          # on each
-NUM_NODES=${SLURM_NNODES:-4}
-WORLD_SIZE=$(($GPUS_PER_NODE * $NUM_NODES))
-ARGS="
-  --log-interval 1 # "
-MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size 8
-    --pipeline-model-parallel-size=2 --sequence-parallel
-    --num-layers 32 --num-layers-per-virtual-pipeline-stage 4
-)
-torchrun --nproc_per_node $GPUS_PER_NODE --nnodes "$((WORLD_SIZE / 8))" pretrain_gpt.py $ARGS \\
-    ${MODEL_PARALLEL_ARGS[@]} --use-tp-pp-dp-mapping \\
-    --tp-comm-overlap --data-path "a b" --lr 1e-4 # don't
-"""
-
-
-def test_a_script_is_understood_as_the_shell_would():
-    job = from_line(SCRIPT, defaults=True)
-    assert (job.world_size, job.ranks_per_host, job.user_buffers) == (32, 8, True)
-    assert job.arguments == {
-        "tensor_model_parallel_size": 8,
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 4,
-        "order": "tp-cp-ep-pp-dp",
-    }
-    assert job.assumed == ("SLURM_NNODES=4, its default; --set SLURM_NNODES=VALUE changes it",)
-    assert from_line(SCRIPT, {"SLURM_NNODES": "16"}).world_size == 128
-
-
-@pytest.mark.parametrize("form", ["$({})", "`{}`", "$(({}))", "; {};", "| {}", "${{X:-$({})}}"])
-def test_a_launch_line_runs_nothing(tmp_path, form):
-    command = form.format(f"touch {tmp_path}/run") + f" $((__import__('os').mkdir('{tmp_path}/d')))"
-    with suppress(JobError):
-        from_line(f"A={command} torchrun --nproc-per-node 4 x.py {command}")
-    assert not [*tmp_path.iterdir()]
+def test_lines_joined_by_backslashes_and_posix_quotes_are_read():
+    line = f"{RUN} --tp 4 \\\n  --save 'a \"b' --load \"c\\\"d\\e\" --split a\\ b ''"
+    words = [*RUN.split(), "--tp", "4", "--save", 'a "b', "--load", 'c"d\\e', "--split", "a b", ""]
+    assert command_of(line).words == words
 
 
 HEAD = "#!/bin/bash\n#SBATCH -N 16\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n"
-OF_HEAD = "srun torchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_ON_NODE x.py"
 
 
 @pytest.mark.parametrize(
-    ("script", "expected"),
+    ("script", "variables"),
     [
-        (HEAD + OF_HEAD, "64 ranks, 4 on each"),
-        (HEAD + "srun python x.py", "16 ranks, 1 on each"),  # a task, with all four GPUs
-        (f"echo\n{HEAD}torchrun --nproc-per-node 2 x.py", "2 ranks, 2 on each"),  # SLURM stops
+        (HEAD, {"SLURM_NNODES": "16", "SLURM_NTASKS": "16", "SLURM_GPUS_ON_NODE": "4"}),
+        (f"echo\n{HEAD}", {}),  # SLURM reads no further
+        ("#SBATCH --nodes=2-4\n", {}),
+        ("#SBATCH -n 16 --gpus-per-task=1", {"SLURM_NTASKS": "16", "SLURM_GPUS_PER_TASK": "1"}),
+        ("#SBATCH --gres=gpu:h100:8 -J 'a b' # -N 4", {"SLURM_GPUS_ON_NODE": "8"}),
     ],
 )
-def test_the_head_of_a_slurm_script_says_where_the_ranks_are(script, expected):
-    assert expected in answer(script)
+def test_the_head_of_a_slurm_script_sets_what_slurm_sets(script, variables):
+    of_slurm = head_of(script)
+    assert variables.items() <= of_slurm.items()
+    assert bool(variables) == bool(of_slurm)
+
+
+def test_a_job_of_several_parts_is_refused():
+    with pytest.raises(JobError, match="several parts"):
+        head_of("#SBATCH -N 2 -n 16\n#SBATCH hetjob\n#SBATCH -N 1")
 
 
 @pytest.mark.parametrize(
@@ -184,30 +109,30 @@ def test_the_head_of_a_slurm_script_says_where_the_ranks_are(script, expected):
     ],
 )
 def test_the_script_and_its_words_are_told_from_the_launchers(started_by, script):
-    job, start = started(f"torchrun --nproc-per-node 8 {started_by} --lr 1 --pp 2")
-    assert script_of(start.words) == (script, ["--lr", "1", "--pp", "2"])
-    assert ("order" in job.arguments) == ("order" in started_by)
+    words = f"torchrun --nproc-per-node 8 {started_by} --lr 1 --pp 2".split()
+    launch = taken_apart(words)
+    assert (launch.script, [*launch.words]) == (script, ["--lr", "1", "--pp", "2"])
+    assert ("order" in job_of(Command(words)).arguments) == ("order" in started_by)
 
 
-def test_settings_beside_the_line_win_over_it_and_spare_reading_it():
-    line = "torchrun --nnodes $NNODES --nproc-per-node 8 x.py --tensor-model-parallel-size $TP"
-    assert from_line(line, world_size=64, tp=4).arguments == {"tensor_model_parallel_size": 4}
-    assert from_line(line, {"NNODES": "8", "TP": "4"}).world_size == 64
-    job = from_line("srun --nodelist=a[1-4] python x.py", world_size=64, gpus_per_node=4)
+def test_settings_beside_a_command_win_over_it():
+    assert job_in(f"{RUN} --tp 8", world_size=64, tp=4).arguments == {
+        "tensor_model_parallel_size": 4
+    }
+    job = job_in("srun --nodelist=a1 python x.py", world_size=64, gpus_per_node=4)
     assert (job.world_size, job.ranks_per_host) == (64, 4)
 
 
-def test_sizes_and_a_line_that_mean_the_same_are_the_same_job():
+def test_sizes_and_a_command_that_mean_the_same_are_the_same_job():
     line = "torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 "
     line += "--context-parallel-size 2 --expert-model-parallel-size 2 --disable-gloo-process-groups"
     sizes = from_sizes(world_size=64, gpus_per_node=8, tp=4, cp=2, ep=2, no_gloo=True)
-    assert from_line(line) == sizes
+    assert job_in(line) == sizes
     assert sizes.arguments["create_gloo_process_groups"] is False
 
 
 def test_each_flag_is_used_known_to_have_no_effect_or_named_as_not_known():
-    flags = from_line(f"{RUN} --tensor-model-parallel-size 2 --lr 1e-4 --bf16 --my-flag 3").flags
-    assert flags == {
+    assert job_in(f"{RUN} --tensor-model-parallel-size 2 --lr 1e-4 --bf16 --my-flag 3").flags == {
         "used": ["--nproc-per-node 8", "--tensor-model-parallel-size 2"],
         "without effect": ["--lr", "--bf16"],
         "not read": ["--my-flag"],
@@ -216,7 +141,7 @@ def test_each_flag_is_used_known_to_have_no_effect_or_named_as_not_known():
 
 def test_the_model_and_the_batch_are_read_and_change_no_group():
     model = "--num-layers 32 --num-experts 8 --num-attention-heads 16 --global-batch-size 64"
-    job = from_line(f'{RUN} {model} --micro-batch-size "$MBS" --hidden-size 512 --seq-length 128')
+    job = job_in(f"{RUN} {model} --hidden-size 512 --seq-length 128")
     assert job.model == {
         "num-layers": 32,
         "num-experts": 8,
@@ -225,4 +150,29 @@ def test_the_model_and_the_batch_are_read_and_change_no_group():
     }
     assert job.flags["used"] == ["--nproc-per-node 8", "--num-layers 32"]
     assert {"--num-experts", "--hidden-size"} <= {*job.flags["without effect"]}
-    assert job.flags["not read"] == [] and job.plan() == from_line(RUN).plan()
+    assert job.flags["not read"] == [] and job.plan() == job_in(RUN).plan()
+
+
+def stage_layouts(count):
+    """Stage layouts by chance, most of which Megatron reads."""
+    rng = random.Random(55)
+    for _ in range(count):
+        text = "E"
+        for _ in range(rng.randrange(8)):
+            part = rng.choice(["t", "|", "tt|", ",", "m", "(t|)", "(tt|t,)", "L"])
+            text += part + rng.choice(["", "", "*2", "*13"])
+        yield text
+
+
+def test_the_stages_of_a_layout_are_counted_as_megatron_counts_them():
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    read = 0
+    for text in stage_layouts(2000):
+        try:
+            stages = stages_of(text)
+        except JobError:
+            continue  # refused, as brackets that nothing repeats are
+        assert stages == PipelineParallelLayerLayout.get_num_stages_from_str(text), text
+        read += 1
+    assert read > 1000

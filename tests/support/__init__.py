@@ -24,7 +24,6 @@ Hangs and failures
     chaos           one random fault at a random Python call, and the laws for what follows
     restarting      a program that NVRx begins again after a failure
     hostile         garbled and absurd files for the command line
-    bash_scripts    launch scripts made by chance, which are read as bash reads them
 Programs and pages
     audited, consumers, te_program                  programs over megatron-core or its neighbours
     pages, commands, run_pages                      the blocks of README and docs, run

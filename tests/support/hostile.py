@@ -25,7 +25,7 @@ from unittest import mock
 from typer.testing import CliRunner
 
 from compat.cli.app import app
-from tests.support import ROOT, forked
+from tests.support import forked
 
 SECONDS = 5  # of the processor
 BYTES = 1 << 30  # of memory more than the interpreter has
@@ -53,14 +53,11 @@ def _seeds() -> list[tuple[Any, str]]:
         (plan, f"diff FILE '{SIZES}'"),
         (DUMP, f"diff '{SIZES}' FILE"),
         (READS, "audit DIRECTORY"),
-        ({"sites": [SITE]}, "audit DIRECTORY --against FILE"),
         ("tp-cp-ep-dp-pp", "plan --world-size 64 --order TEXT"),
         ("3-5", f"show {SIZES} --hosts TEXT"),
         ("--world-size 64 --tp 4", f"diff '{SIZES}' TEXT"),
         ("torchrun --nnodes 8 --nproc-per-node 8 x.py --tp 4", "plan --from-args TEXT"),
     ]
-    for path in sorted((ROOT / "tests" / "cli" / "launch").glob("*.sh")):
-        seeds += [(path.read_text(), "plan --from-args FILE")] * 2
     return seeds
 
 

@@ -1,0 +1,250 @@
+"""Runs a launch script with bash, without its launchers: stand-ins record what would start.
+
+A stand-in comes before the launcher of its name on PATH, and before that as a function of bash,
+since scripts put folders in front of PATH. srun, containers and ssh start their inner command here,
+so that what bash is in there expands too. A launcher that is called by its path is the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from compat.cli.launch import Launch, behind, program_of, taken_apart
+from compat.cli.line import ASSIGNMENT, Command
+from compat.cli.reader import OF_SCRIPT, options_of
+from compat.cli.world import LAUNCHERS, head_of, variables_of_step
+from compat.planned.flags import flags_of
+from compat.planned.job import PARALLEL, JobError
+
+_FOLDER = "HYPERGRID_STAND_INS"  # variable: where the stand-ins are
+_OUTER = "HYPERGRID_STARTED_BY"  # variable: the words of srun or mpirun that started this process
+# Programs that a laptop has, and that change nothing before they start the next one.
+_REAL = ("nohup", "exec", "timeout", "nice", "taskset", "setsid", "which", "env")
+# What scripts ask a cluster before they start a job, answered where the machine is none.
+_OF_CLUSTERS = {
+    "module": "#!/bin/sh\n",
+    "scontrol": """#!/bin/sh
+[ "$2" = hostnames ] || exit 1
+host=0
+while [ "$host" -lt "${SLURM_NNODES:-1}" ]; do echo "host$host"; host=$((host + 1)); done
+""",
+}
+_CLEAN = ("docker", "podman", "ssh")  # their commands see no variable of this shell
+_LAST_SECONDS = 2  # for processes that a script has left in the background
+_STAND_IN = "import sys; sys.path.insert(0, {root!r}); from compat.cli.run import main; main()"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The launches of a script in their order, and how it ended; None if it had to be stopped."""
+
+    launches: Sequence[Command]
+    status: int | None
+
+
+def launches(script: Path, arguments: Sequence[str], timeout: float) -> Recording:
+    """Run a script for at most ``timeout`` seconds, in its folder; its output goes to ours.
+
+    All its commands run, but those that would start a job. Variables that SLURM sets for the
+    script's ``#SBATCH`` lines are set where the environment has none.
+    """
+    text = script.read_text("utf-8", "surrogateescape")
+    of_slurm = head_of(text)
+    if "\n#SBATCH" in text:
+        of_slurm |= _of_slurm(script)
+    with tempfile.TemporaryDirectory(prefix="hypergrid-") as name:
+        folder = Path(name)
+        environment = {**of_slurm, **os.environ, **_stand_ins(folder)}
+        status = _run(["bash", str(script.resolve()), *arguments], script, environment, timeout)
+        recorded = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    commands = [Command(launch["words"], launch["variables"]) for launch in recorded]
+    return Recording(commands, status)
+
+
+def _of_slurm(script: Path) -> dict[str, str]:
+    """Variables of each SLURM job that change no group, for scripts that end without them."""
+    variables = {"SLURM_SUBMIT_DIR": str(script.resolve().parent)}
+    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+        variables[name] = "1"
+    for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"):
+        variables[name] = "0"
+    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        variables[name] = "localhost"
+    return variables
+
+
+def _stand_ins(folder: Path) -> dict[str, str]:
+    """Write the stand-ins into a folder; the variables with which bash finds them first."""
+    variables = {_FOLDER: str(folder), "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}"}
+    code = _STAND_IN.format(root=str(Path(__file__).parents[2]))
+    for program in flags_of("programs"):
+        is_module = "." in program and not program.startswith("python3.")
+        is_missing = program.startswith("python3.") and shutil.which(program) is None
+        if is_module or is_missing or program in _REAL:
+            continue
+        path = folder / program
+        words = shlex.join([sys.executable, "-I", "-c", code, program])
+        path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        path.chmod(0o755)
+        variables[f"BASH_FUNC_{program}%%"] = f'() {{ "${_FOLDER}/{program}" "$@"\n}}'
+    for program, script in _OF_CLUSTERS.items():
+        if shutil.which(program) is None:
+            (folder / program).write_text(script)
+            (folder / program).chmod(0o755)
+    return variables
+
+
+def _run(
+    words: Sequence[str], script: Path, environment: dict[str, str], timeout: float
+) -> int | None:
+    """The status of a process, of which nothing is left behind; None if it did not end."""
+    end = time.monotonic() + timeout
+    process = subprocess.Popen(
+        words,
+        cwd=script.resolve().parent,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # the answer alone goes to the standard output
+        start_new_session=True,
+    )
+    status: int | None = None
+    try:
+        status = process.wait(timeout)
+        # A launch in the background may not be recorded yet.
+        end = min(end, time.monotonic() + _LAST_SECONDS)
+        while time.monotonic() < end:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+    except (subprocess.TimeoutExpired, ProcessLookupError):
+        pass
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return status
+
+
+def main() -> None:
+    """Stand in for a program: record the job that it would start, or start its inner command."""
+    words = sys.argv[1:]
+    outer = json.loads(os.environ.get(_OUTER, "[]"))
+    try:
+        if _starts_a_job(words, bool(outer)):
+            _record([*outer, *words])
+        elif words[0].startswith("python"):
+            _execute(words, dict(os.environ), is_real=True)
+        else:
+            _start_inner(words, outer)
+    except JobError:
+        # A flag that is not known: the reader refuses these words by name.
+        _record([*outer, *words])
+
+
+def _starts_a_job(words: Sequence[str], has_outer: bool) -> bool:
+    program = program_of(words[0])
+    if program is None or program.kind == "script":
+        # accelerate config, torchrun --help
+        return program is None or not {"--help", "-h", "--version", "config", "env"} & {*words[1:2]}
+    if program.meaning != "python":
+        return False
+    launch = taken_apart(words)
+    if launch.script is None:
+        return False
+    if has_outer or len(launch.programs) > 1:
+        return True
+    for flag, row, values in options_of(launch.words, OF_SCRIPT)[0]:
+        override = values[0].partition("=")[0].rpartition(".")[2] if values and not flag else ""
+        if row.meaning in PARALLEL or override in PARALLEL:
+            return True
+    return False
+
+
+def _record(words: Sequence[str]) -> None:
+    variables = {}
+    for name, value in os.environ.items():
+        if name not in (_FOLDER, _OUTER) and not name.startswith("BASH_FUNC_"):
+            variables[name] = value
+    folder = Path(os.environ[_FOLDER])
+    variables["PATH"] = _path_without(folder)
+    record = folder / f"{time.time_ns():020}-{os.getpid()}"
+    record.write_text(json.dumps({"words": list(words), "variables": variables}))
+    record.rename(record.with_suffix(".json"))
+
+
+def _start_inner(words: Sequence[str], outer: Sequence[str]) -> None:
+    """Start the command that srun, a container or ssh would start, once and here."""
+    launch = Launch()
+    rest = behind(launch, words)
+    if not rest:
+        return
+    # srun -n 2 a : -n 3 b
+    if rest[0] == ":":
+        _record([*outer, *words])
+        return
+    name, options = launch.programs[0]
+    variables = dict(os.environ)
+    if name in LAUNCHERS:
+        variables[_OUTER] = json.dumps([*outer, *words[: len(words) - len(rest)]])
+    if name == "srun":
+        variables = variables_of_step(options, variables)
+    if words[0] == "ssh":
+        rest = ["bash", "-c", " ".join(rest)]
+    if words[0] in _CLEAN:
+        variables = _variables_of_container(words[: len(words) - len(rest)], variables)
+    _execute(rest, variables)
+
+
+def _variables_of_container(words: Sequence[str], variables: dict[str, str]) -> dict[str, str]:
+    """What a container of docker sees: ``-e NAME=value``, ``-e NAME``, and what stand-ins need."""
+    seen = {}
+    for name, value in variables.items():
+        is_ours = name in (_FOLDER, _OUTER) or name.startswith("BASH_FUNC_")
+        if is_ours or name in ("PATH", "HOME"):
+            seen[name] = value
+    for place, word in enumerate(words):
+        flag, equals, text = word.partition("=")
+        if flag == "--env-file":
+            raise JobError(f"{word} is not read")
+        if flag not in ("-e", "--env"):
+            continue
+        if not equals and place + 1 < len(words):
+            text = words[place + 1]
+        assignment = ASSIGNMENT.fullmatch(text)
+        if assignment is not None:
+            seen[assignment[1]] = assignment[2]
+        elif text in variables:
+            seen[text] = variables[text]
+    return seen
+
+
+def _execute(words: Sequence[str], variables: dict[str, str], is_real: bool = False) -> None:
+    """Become a program: its stand-in if there is one, or the real one."""
+    folder = Path(variables[_FOLDER])
+    path = variables.get("PATH", os.defpath)
+    if is_real:
+        path = _path_without(folder)
+    stand_in = folder / words[0].rpartition("/")[2]
+    program = (
+        str(stand_in) if stand_in.exists() and not is_real else shutil.which(words[0], path=path)
+    )
+    if program is None:
+        print(f"{words[0]}: command not found", file=sys.stderr)
+        sys.exit(127)
+    os.execve(program, list(words), variables)
+
+
+def _path_without(folder: Path) -> str:
+    folders = os.environ.get("PATH", os.defpath).split(":")
+    return ":".join(other for other in folders if other != str(folder))
