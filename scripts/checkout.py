@@ -9,10 +9,10 @@ import argparse
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -192,21 +192,16 @@ class Verdict(NamedTuple):
         return text[:160]
 
 
-def verify(source: str, megatron: Path, timeout: float, *options: str) -> Verdict:
-    """Give a launch line, or the path of a script that has one, to ``hypergrid verify``."""
+def verify(line: str, megatron: Path, timeout: float, *options: str) -> Verdict:
+    """Give a launch line to ``hypergrid verify``."""
     # What megatron.training imports may lie beside the environment.
     places = [Path(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    with tempfile.TemporaryDirectory() as directory:
-        if not source.endswith(".sh"):
-            line = Path(directory, "line.sh")
-            line.write_text(source)
-            source = str(line)
-        command = [sys.executable, "-m", "hypergrid", "verify", "--json", *options]
-        command += ["--checkout", str(megatron), "--from-args", source]
-        try:
-            done = child(*command, places=places, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return Verdict("refused", {}, f"no verdict in {timeout:.0f} s")
+    command = [sys.executable, "-m", "hypergrid", "verify", "--json", *options]
+    command += ["--checkout", str(megatron), "--", *shlex.split(line)]
+    try:
+        done = child(*command, places=places, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Verdict("refused", {}, f"no verdict in {timeout:.0f} s")
     # A line that is refused before it runs has no report, only a sentence among the errors.
     try:
         report = json.loads(done.stdout)

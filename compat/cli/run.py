@@ -28,8 +28,8 @@ from compat.cli.world import LAUNCHERS, head_of, variables_of_step
 from compat.planned.flags import flags_of
 from compat.planned.job import PARALLEL, JobError
 
-_FOLDER = "HYPERGRID_STAND_INS"  # variable: where the stand-ins are
-_OUTER = "HYPERGRID_STARTED_BY"  # variable: the words of srun or mpirun that started this process
+_FOLDER = "HG_STAND_INS"  # variable: where the stand-ins are
+_OUTER = "HG_STARTED_BY"  # variable: the words of srun or mpirun that started this process
 # Programs that a laptop has, and that change nothing before they start the next one.
 _REAL = ("nohup", "exec", "timeout", "nice", "taskset", "setsid", "which", "env")
 # What scripts ask a cluster before they start a job, answered where the machine is none.

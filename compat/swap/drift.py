@@ -1,6 +1,6 @@
 """What Megatron's own modules have and the modules of hypergrid that replace them lack.
 
-The swap, the shadow run, ``hypergrid doctor``, ``hypergrid parity`` and ``release_diff`` ask here.
+The swap, the shadow run, ``hypergrid doctor`` and ``release_diff`` ask here.
 """
 
 from __future__ import annotations

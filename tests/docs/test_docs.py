@@ -54,6 +54,7 @@ def test_a_block_runs(block, request, tmp_path):
         assert request.getfixturevalue("python_blocks")[str(block)] == ""
     elif block.language == "bash":
         (tmp_path / "docs").mkdir()
+        (tmp_path / "scripts").symlink_to(ROOT / "scripts")
         tried = commands.split(block.text)
         assert tried
         for command in tried:
@@ -68,10 +69,11 @@ def test_a_block_runs(block, request, tmp_path):
 
 
 def shows_what_it_prints(block):
-    """One command of hypergrid's, which ends where its quotes are closed, and its output."""
-    lines, command = block.text.splitlines(), ""
-    while not command or command.count('"') % 2:
-        command += lines.pop(0) + "\n"
+    """One command of hypergrid's, whose lines a backslash joins, and its output."""
+    lines = block.text.splitlines()
+    command = lines.pop(0)
+    while command.endswith("\\"):
+        command = command[:-1] + lines.pop(0)
     assert command.startswith("$ hypergrid ")
     assert not [line for line in lines if line.startswith("$ ")], "one command for each block"
     words = shlex.split(command)[2:]

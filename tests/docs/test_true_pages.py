@@ -6,7 +6,8 @@ import re
 import pytest
 
 import hypergrid
-from compat.cli.source import from_line
+from compat.cli.launch import job_of
+from compat.cli.run import launches
 from hypergrid.policy import CHOICES
 from tests.support import ROOT, pages
 
@@ -71,14 +72,19 @@ def test_a_message_of_the_troubleshooting_page_is_in_the_code(message):
 
 
 @pytest.mark.parametrize("where", ["SLURM", "Kubernetes"])
-def test_the_first_job_starts_sixteen_ranks_with_tp_4_and_pp_2(where):
+def test_the_first_job_starts_sixteen_ranks_with_tp_4_and_pp_2(where, tmp_path):
     blocks = pages.blocks(ROOT / "docs" / "first-job.md")
     text = blocks[["SLURM", "Kubernetes"].index(where)].text
     if where == "Kubernetes":
         yaml = pytest.importorskip("yaml")
         _, job = yaml.safe_load_all(text)
         (text,) = job["spec"]["template"]["spec"]["containers"][0]["args"]
-    job = from_line(text)
+    else:
+        assert text == (ROOT / "scripts" / "examples" / "job.sh").read_text()
+    script = tmp_path / "job.sh"
+    script.write_text(text)
+    (command,) = launches(script, [], 60).launches
+    job = job_of(command)
     assert (job.world_size, job.ranks_per_host) == (16, 8)
     assert job.arguments == {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
     assert not job.flags["not read"]
