@@ -32,6 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, as docs/command-
 _LAUNCH: tuple[tuple[str, Any, str | None, str], ...] = (
     ("run", bool, None, "COMMAND is a script: bash runs it, without its launchers."),
     ("timeout", float, "SECONDS", "How long the script may run; 60 if not given."),
+    ("chdir", str, "DIR", "Where the script runs; in its own folder if not given."),
     ("from-args", str, "LINE", "One launch command, pasted: quotes are read, nothing expands."),
     ("prefix", str, "model.", "Of the overrides that hold the job's sizes."),
 )
@@ -188,6 +189,7 @@ def _source(
     run: bool | None,
     from_args: str | None,
     timeout: float | None,
+    chdir: str | None,
     prefix: str | None,
 ) -> Source | None:
     """What the flags say of a launch; None if they name none."""
@@ -199,7 +201,7 @@ def _source(
         if prefix is not None:
             raise JobError("--prefix chooses between overrides of a command: give the command.")
         return None
-    return Source(words or (), bool(run), from_args, timeout or Source.timeout, prefix)
+    return Source(words or (), bool(run), from_args, timeout or Source.timeout, chdir, prefix)
 
 
 def _subjects(

@@ -147,4 +147,5 @@ def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
         assumed=(*reader.assumed, *job.assumed),
         flags=reader.flags,
         stray=tuple(reader.stray),
+        without_value=tuple(reader.without_value),
     )

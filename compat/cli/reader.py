@@ -79,8 +79,6 @@ def options_of(
             most_values = int(_MOST_VALUES.get(row.values, row.values))
             values = _values_at(words, place, most_values)
             place += len(values)
-        if not values and row.values not in ("0", "?", "*"):
-            raise JobError(f"{flag} has no value in the command. Write it behind the flag.")
         options.append(Option(flag, row, values))
     return options, list(words[place:])
 
@@ -112,7 +110,8 @@ class Reader:
         self.settings: dict[str, Any] = dict(overrides)
         self.flags: dict[str, list[str]] = {"used": [], "without effect": [], "not read": []}
         self.assumed: tuple[str, ...] = ()
-        self.stray: list[tuple[str, str]] = []  # a flag without value, and the word behind it
+        self.stray: list[tuple[str, str]] = []  # a flag that takes no value, and the word behind it
+        self.without_value: list[str] = []  # flags that take one
         self._flag_before: str | None = None  # it takes no value
         self._sizes: dict[str, dict[str, Any]] = {}  # of each prefix, as they are written
 
@@ -161,9 +160,15 @@ class Reader:
             if settings is self.settings:
                 raise _may_hold_sizes(option)
             raise JobError(f"{flag} {text} is not read. {_RANKS_BESIDE}")
+        # A shell may have left it out: --load $CHECKPOINT.
+        lacks_value = not values and row.values not in ("0", "?", "*")
         if row.meaning in ("", "unless"):
             self.flags["without effect"].append(flag)
+            if lacks_value and settings is self.settings:
+                self.without_value.append(flag)
             return
+        if lacks_value:
+            raise JobError(f"{flag} has no value in the command. Write it behind the flag.")
         # The planned groups are the same, whatever the model is.
         if row.kind == "model":
             self.flags["without effect"].append(flag)

@@ -32,15 +32,16 @@ _FOLDER = "HG_STAND_INS"  # variable: where the stand-ins are
 _OUTER = "HG_STARTED_BY"  # variable: the words of srun or mpirun that started this process
 # Programs that a laptop has, and that change nothing before they start the next one.
 _REAL = ("nohup", "exec", "timeout", "nice", "taskset", "setsid", "which", "env")
-# What scripts ask a cluster before they start a job, answered where the machine is none.
-_OF_CLUSTERS = {
-    "module": "#!/bin/sh\n",
-    "scontrol": """#!/bin/sh
-[ "$2" = hostnames ] || exit 1
+# They would submit, change or end jobs.
+_NOT_RUN = ("sbatch", "salloc", "scancel", "qsub", "bsub")
+_NAMED = """#!/bin/sh
+echo "hypergrid: ${0##*/} is not run; a script that it would submit goes behind --run" >&2
+"""
+_SCONTROL = """#!/bin/sh
+[ "$1 $2" = "show hostnames" ] || exit 0
 host=0
 while [ "$host" -lt "${SLURM_NNODES:-1}" ]; do echo "host$host"; host=$((host + 1)); done
-""",
-}
+"""
 _CLEAN = ("docker", "podman", "ssh")  # their commands see no variable of this shell
 _LAST_SECONDS = 2  # for processes that a script has left in the background
 _STAND_IN = "import sys; sys.path.insert(0, {root!r}); from compat.cli.run import main; main()"
@@ -54,11 +55,14 @@ class Recording:
     status: int | None
 
 
-def launches(script: Path, arguments: Sequence[str], timeout: float) -> Recording:
-    """Run a script for at most ``timeout`` seconds, in its folder; its output goes to ours.
+def launches(
+    script: Path, arguments: Sequence[str], timeout: float, directory: Path | None = None
+) -> Recording:
+    """Run a script for at most ``timeout`` seconds, in its folder or in ``directory``.
 
-    All its commands run, but those that would start a job. Variables that SLURM sets for the
-    script's ``#SBATCH`` lines are set where the environment has none.
+    All its commands run, but those that would start or submit a job; its output goes to the
+    standard error. Variables that SLURM sets for the script's ``#SBATCH`` lines are set where the
+    environment has none.
     """
     text = script.read_text("utf-8", "surrogateescape")
     of_slurm = head_of(text)
@@ -67,7 +71,8 @@ def launches(script: Path, arguments: Sequence[str], timeout: float) -> Recordin
     with tempfile.TemporaryDirectory(prefix="hypergrid-") as name:
         folder = Path(name)
         environment = {**of_slurm, **os.environ, **_stand_ins(folder)}
-        status = _run(["bash", str(script.resolve()), *arguments], script, environment, timeout)
+        words = ["bash", str(script.resolve()), *arguments]
+        status = _run(words, directory or script.resolve().parent, environment, timeout)
         recorded = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     commands = [Command(launch["words"], launch["variables"]) for launch in recorded]
     return Recording(commands, status)
@@ -99,21 +104,23 @@ def _stand_ins(folder: Path) -> dict[str, str]:
         path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         path.chmod(0o755)
         variables[f"BASH_FUNC_{program}%%"] = f'() {{ "${_FOLDER}/{program}" "$@"\n}}'
-    for program, script in _OF_CLUSTERS.items():
-        if shutil.which(program) is None:
-            (folder / program).write_text(script)
-            (folder / program).chmod(0o755)
+    others = {**dict.fromkeys(_NOT_RUN, _NAMED), "scontrol": _SCONTROL}
+    if shutil.which("module") is None:
+        others["module"] = "#!/bin/sh\n"
+    for program, text in others.items():
+        (folder / program).write_text(text)
+        (folder / program).chmod(0o755)
     return variables
 
 
 def _run(
-    words: Sequence[str], script: Path, environment: dict[str, str], timeout: float
+    words: Sequence[str], directory: Path, environment: dict[str, str], timeout: float
 ) -> int | None:
     """The status of a process, of which nothing is left behind; None if it did not end."""
     end = time.monotonic() + timeout
     process = subprocess.Popen(
         words,
-        cwd=script.resolve().parent,
+        cwd=directory,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=2,  # the answer alone goes to the standard output

@@ -191,6 +191,7 @@ class Source:
     is_script: bool = False
     line: str | None = None
     timeout: float = 60  # seconds that the script may run
+    directory: str | None = None  # where it runs
     prefix: str | None = None  # of the overrides that hold sizes
 
 
@@ -221,7 +222,8 @@ def _recorded(source: Source) -> Sequence[Command]:
         raise JobError(f"there is no file {script}.")
     name = shown(script.name)
     _say(f"runs {name} here, without its launchers; all other commands run")
-    recording = launches(script, source.words[1:], source.timeout)
+    directory = None if source.directory is None else Path(source.directory)
+    recording = launches(script, source.words[1:], source.timeout, directory)
     ending = f"{name} ended with status {recording.status}"
     if recording.status is None:
         ending = f"{name} had not ended after {source.timeout:g} s and was stopped"

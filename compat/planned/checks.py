@@ -138,14 +138,22 @@ def _refused_by_the_parser(job: Job, flags: set[str]) -> Iterator[Finding]:
             "Megatron refuses its arguments: unrecognized arguments.",
             f"Leave the word out, or {flag} where it should be off.",
         )
-    given = sorted(flags & _VIRTUAL_STAGES)
-    if len(given) > 1:
+    if job.without_value:
+        yield Finding(
+            "no-value",
+            "error",
+            f"{' and '.join(job.without_value)} has no value, as of a variable that is not set.",
+            "Megatron refuses its arguments: expected one argument.",
+            "Set the variable, or leave the flag out.",
+        )
+    stage_flags = sorted(flags & _VIRTUAL_STAGES)
+    if len(stage_flags) > 1:
         yield Finding(
             "virtual-stages",
             "error",
-            f"{' and '.join(given)} both decide the number of virtual stages.",
+            f"{' and '.join(stage_flags)} both decide the number of virtual stages.",
             "Megatron refuses its arguments: at most one of them can be set.",
-            f"Leave {given[0]} out.",
+            f"Leave {stage_flags[0]} out.",
         )
     expert_size = job.arguments.get("expert_model_parallel_size", 1)
     # From a checkpoint the number of experts may come.

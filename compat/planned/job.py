@@ -44,8 +44,9 @@ class Job:
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
     # The flags of a command, by "used", "without effect" and "not read".
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
-    # Flags without value, each with the word behind it.
+    # Flags that take no value, each with the word behind it, and flags that lack theirs.
     stray: Sequence[tuple[str, str]] = field(default=(), compare=False)
+    without_value: Sequence[str] = field(default=(), compare=False)
 
     def request(self) -> Request:
         """The request of ``initialize_model_parallel``; where that would raise, a JobError."""
