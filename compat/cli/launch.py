@@ -17,6 +17,7 @@ from compat.cli.world import LAUNCHERS, read_programs, set_ranks
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import SIZES, Job, JobError, of_settings, settings_of
 
+SHELLS = ("bash", "sh")
 _PROGRAMS = flags_of("programs")
 
 
@@ -108,7 +109,9 @@ def _in_container(words: Sequence[str]) -> list[str]:
         before = words[place - 1]
         word = words[place]
         may_be_value = before.startswith("-") and "=" not in before
-        if not may_be_value and (program_of(word) is not None or word.endswith(".py")):
+        is_shell = word.rpartition("/")[2] in SHELLS
+        is_command = is_shell or program_of(word) is not None or word.endswith(".py")
+        if is_command and not may_be_value:
             return list(words[place:])
     return []
 

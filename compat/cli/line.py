@@ -44,38 +44,49 @@ def command_of(line: str) -> Command:
 
     JobError if a shell would still have something to do: expand ``$X``, match ``*``, start a pipe.
     """
-    words = _words(line)
+    words = []
     variables = {}
-    while words and (assignment := ASSIGNMENT.fullmatch(words[0])):
-        variables[assignment[1]] = assignment[2]
-        del words[0]
+    for text, written in _words(line):
+        # A quoted name, 'A'=1, is a command of that name; += depends on what A is.
+        name = re.match(r"([A-Za-z_]\w*)(\+?)=", written)
+        if name is None or words:
+            words.append(text)
+        elif name[2]:
+            raise JobError(f"a shell would add {shown(written)} to what it knows. {_WAYS}")
+        else:
+            variables[name[1]] = text[name.end() :]
     return Command(words, variables)
 
 
-def _words(line: str) -> list[str]:
+def _words(line: str) -> list[tuple[str, str]]:
+    """The words of a line, and how each is written."""
     if len(line) > LONGEST:
         raise JobError(f"the launch line is longer than {LONGEST:,} characters.")
     line = line.strip()
     words = []
     word: str | None = None  # None between two words; '' is a word that is empty
+    start = 0
     place = 0
     while place < len(line):
         part = _PART.match(line, place)
         if part is None:
             raise _not_decided(line, place)
-        place = part.end()
         if part["blank"] is not None:
             if word is not None:
-                words.append(word)
+                words.append((word, line[start:place]))
             word = None
-        elif part["joined"] is None:
+            start = part.end()
+        elif part["joined"] is not None:
+            start = part.end() if word is None else start
+        else:
             text = part[part.lastgroup or 0]
             if part["double"] is not None:
                 # Before any other character the backslash stays.
                 text = re.sub(r'\\(["\\$`\n])', _unescaped, text)
             word = (word or "") + text
+        place = part.end()
     if word is not None:
-        words.append(word)
+        words.append((word, line[start:]))
     return words
 
 

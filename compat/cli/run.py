@@ -1,8 +1,9 @@
 """Runs a launch script with bash, without its launchers: stand-ins record what would start.
 
 A stand-in comes before the launcher of its name on PATH, and before that as a function of bash,
-since scripts put folders in front of PATH. srun, containers and ssh start their inner command here,
-so that what bash is in there expands too. A launcher that is called by its path is the real one.
+since scripts put folders in front of PATH: before each command of bash it is first again. srun,
+containers and ssh start their inner command here, so that bash expands what is in there too. A
+launcher that is called by its path is the real one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from compat.cli.launch import Launch, behind, program_of, taken_apart
+from compat.cli.launch import SHELLS, Launch, behind, program_of, taken_apart
 from compat.cli.line import ASSIGNMENT, Command
 from compat.cli.reader import OF_SCRIPT, options_of
 from compat.cli.world import LAUNCHERS, head_of, variables_of_step
@@ -37,12 +38,13 @@ _NOT_RUN = ("sbatch", "salloc", "scancel", "qsub", "bsub")
 _NAMED = """#!/bin/sh
 echo "hypergrid: ${0##*/} is not run; a script that it would submit goes behind --run" >&2
 """
+_FIRST_ON_PATH = f"""trap 'case $PATH in "${_FOLDER}":*) ;; *) PATH=${_FOLDER}:$PATH ;; esac' DEBUG
+"""
 _SCONTROL = """#!/bin/sh
 [ "$1 $2" = "show hostnames" ] || exit 0
 host=0
 while [ "$host" -lt "${SLURM_NNODES:-1}" ]; do echo "host$host"; host=$((host + 1)); done
 """
-_CLEAN = ("docker", "podman", "ssh")  # their commands see no variable of this shell
 _LAST_SECONDS = 2  # for processes that a script has left in the background
 _STAND_IN = "import sys; sys.path.insert(0, {root!r}); from compat.cli.run import main; main()"
 
@@ -107,6 +109,11 @@ def _stand_ins(folder: Path) -> dict[str, str]:
     others = {**dict.fromkeys(_NOT_RUN, _NAMED), "scontrol": _SCONTROL}
     if shutil.which("module") is None:
         others["module"] = "#!/bin/sh\n"
+    # Scripts put folders in front of PATH, and start launchers by timeout, nohup and exec.
+    of_user = os.environ.get("BASH_ENV")
+    start_up = folder / "start_up"
+    start_up.write_text((f". {shlex.quote(of_user)}\n" if of_user else "") + _FIRST_ON_PATH)
+    variables["BASH_ENV"] = str(start_up)
     for program, text in others.items():
         (folder / program).write_text(text)
         (folder / program).chmod(0o755)
@@ -151,7 +158,7 @@ def main() -> None:
         if _starts_a_job(words, bool(outer)):
             _record([*outer, *words])
         elif words[0].startswith("python"):
-            _execute(words, dict(os.environ), is_real=True)
+            _execute(words, dict(os.environ), _path_without_stand_ins())
         else:
             _start_inner(words, outer)
     except JobError:
@@ -181,10 +188,10 @@ def _starts_a_job(words: Sequence[str], has_outer: bool) -> bool:
 def _record(words: Sequence[str]) -> None:
     variables = {}
     for name, value in os.environ.items():
-        if name not in (_FOLDER, _OUTER) and not name.startswith("BASH_FUNC_"):
+        if not _is_of_stand_ins(name):
             variables[name] = value
+    variables["PATH"] = _path_without_stand_ins()
     folder = Path(os.environ[_FOLDER])
-    variables["PATH"] = _path_without(folder)
     record = folder / f"{time.time_ns():020}-{os.getpid()}"
     record.write_text(json.dumps({"words": list(words), "variables": variables}))
     record.rename(record.with_suffix(".json"))
@@ -201,57 +208,84 @@ def _start_inner(words: Sequence[str], outer: Sequence[str]) -> None:
         _record([*outer, *words])
         return
     name, options = launch.programs[0]
-    variables = dict(os.environ)
+    own_words = words[: len(words) - len(rest)]
+    # A folder that is not here is one of the container, or of the host.
+    variables = {**os.environ, "BASH_FUNC_cd%%": '() { builtin cd "$@" 2> /dev/null || :\n}'}
     if name in LAUNCHERS:
-        variables[_OUTER] = json.dumps([*outer, *words[: len(words) - len(rest)]])
+        variables[_OUTER] = json.dumps([*outer, *own_words])
     if name == "srun":
         variables = variables_of_step(options, variables)
     if words[0] == "ssh":
         rest = ["bash", "-c", " ".join(rest)]
-    if words[0] in _CLEAN:
-        variables = _variables_of_container(words[: len(words) - len(rest)], variables)
-    _execute(rest, variables)
+    has_container = any(option.flag == "--container-image" for option in options)
+    if name in ("container", "ssh") or has_container:
+        variables = _variables_elsewhere(own_words, variables)
+    _execute(rest, variables, variables["PATH"])
 
 
-def _variables_of_container(words: Sequence[str], variables: dict[str, str]) -> dict[str, str]:
-    """What a container of docker sees: ``-e NAME=value``, ``-e NAME``, and what stand-ins need."""
-    seen = {}
+def _is_of_stand_ins(name: str) -> bool:
+    """Whether a variable is one that stand-ins need."""
+    return name in (_FOLDER, _OUTER, "BASH_ENV") or name.startswith("BASH_FUNC_")
+
+
+def _variables_elsewhere(words: Sequence[str], variables: dict[str, str]) -> dict[str, str]:
+    """What the command of a container or of ssh sees: its flags' variables, and perhaps ours."""
+    is_clean = words[0] in ("docker", "podman", "ssh")
+    flags = ("-e", "--env")
+    if words[0] in ("apptainer", "singularity"):
+        is_clean = bool({"-e", "--cleanenv", "-c", "--contain", "-C", "--containall"} & {*words})
+        flags = ("--env",)
+    visible = {}
     for name, value in variables.items():
-        is_ours = name in (_FOLDER, _OUTER) or name.startswith("BASH_FUNC_")
-        if is_ours or name in ("PATH", "HOME"):
-            seen[name] = value
+        if not is_clean or _is_of_stand_ins(name) or name == "HOME":
+            visible[name] = value
     for place, word in enumerate(words):
         flag, equals, text = word.partition("=")
         if flag == "--env-file":
             raise JobError(f"{word} is not read")
-        if flag not in ("-e", "--env"):
+        if flag not in flags:
             continue
         if not equals and place + 1 < len(words):
             text = words[place + 1]
-        assignment = ASSIGNMENT.fullmatch(text)
-        if assignment is not None:
-            seen[assignment[1]] = assignment[2]
-        elif text in variables:
-            seen[text] = variables[text]
-    return seen
+        # docker -e NAME=value, -e NAME; apptainer --env NAME=value,NAME=value
+        for part in text.split(",") if flags == ("--env",) else [text]:
+            assignment = ASSIGNMENT.fullmatch(part)
+            if assignment is not None:
+                visible[assignment[1]] = assignment[2]
+            elif part in variables:
+                visible[part] = variables[part]
+    # Its programs are not those of this machine: none but stand-ins run, as if they succeeded.
+    visible["PATH"] = os.environ[_FOLDER]
+    visible["BASH_FUNC_command_not_found_handle%%"] = "() { :\n}"
+    return visible
 
 
-def _execute(words: Sequence[str], variables: dict[str, str], is_real: bool = False) -> None:
-    """Become a program: its stand-in if there is one, or the real one."""
-    folder = Path(variables[_FOLDER])
-    path = variables.get("PATH", os.defpath)
-    if is_real:
-        path = _path_without(folder)
-    stand_in = folder / words[0].rpartition("/")[2]
-    program = (
-        str(stand_in) if stand_in.exists() and not is_real else shutil.which(words[0], path=path)
-    )
-    if program is None:
+def _execute(words: Sequence[str], variables: dict[str, str], path: str) -> None:
+    """Become a program of ``path``, or the stand-in of its name; a shell is bash."""
+    name = words[0].rpartition("/")[2]
+    program = shutil.which(words[0], path=path)
+    stand_in = Path(variables[_FOLDER]) / name
+    if variables["PATH"] == path and stand_in.exists():
+        program = str(stand_in)
+    elif name in SHELLS:
+        program = shutil.which("bash") or "/bin/bash"
+        words = ["bash", *_without_login(words[1:])]
+    if program is not None:
+        os.execve(program, list(words), variables)
+    if path != variables[_FOLDER]:
         print(f"{words[0]}: command not found", file=sys.stderr)
         sys.exit(127)
-    os.execve(program, list(words), variables)
 
 
-def _path_without(folder: Path) -> str:
+def _without_login(words: Sequence[str]) -> Sequence[str]:
+    """The words of a shell that reads no profile, which would set PATH anew: -lc becomes -c."""
+    flags = words[0] if words else ""
+    if flags == "--login" or not flags.startswith("-") or "l" not in flags:
+        return words[int(flags == "--login") :]
+    rest = flags.replace("l", "")
+    return [*([rest] if rest != "-" else []), *words[1:]]
+
+
+def _path_without_stand_ins() -> str:
     folders = os.environ.get("PATH", os.defpath).split(":")
-    return ":".join(other for other in folders if other != str(folder))
+    return ":".join(folder for folder in folders if folder != os.environ[_FOLDER])

@@ -1,4 +1,9 @@
 #!/bin/bash
+# 2,048 hosts: one launch; the host's number is left for the shell on each.
+# arguments: --exit-interval 10
+# environment: PARTITION=large
+# sbatch: SLURM_NNODES=2048 SLURM_JOB_NUM_NODES=2048
+# launches: 1
 #SBATCH --nodes 2048
 #SBATCH --exclusive
 

@@ -1,4 +1,7 @@
 #!/usr/bin/env bash
+# 16 hosts, a task for each GPU: one launch, of srun with a quoted command.
+# sbatch: SLURM_NNODES=16 SLURM_JOB_NUM_NODES=16 SLURM_NTASKS_PER_NODE=8 SLURM_GPUS_PER_NODE=8
+# launches: 1
 #SBATCH -N 16
 #SBATCH --ntasks-per-node 8
 #SBATCH --gpus-per-node=8

@@ -1,4 +1,10 @@
 #!/bin/bash
+# Two hosts and pipefail: the job is started, and the script fails as its logs folder is missing.
+# arguments: /data/text
+# environment: SLURM_JOB_ID=7 SLURM_GPUS_ON_NODE=8 SLURM_JOB_NODELIST=dgx[1-2] 'BASH_FUNC_module%%=() { :; }' 'BASH_FUNC_scontrol%%=() { echo dgx1; }'
+# sbatch: SLURM_NNODES=2 SLURM_JOB_NUM_NODES=2 SLURM_NTASKS_PER_NODE=1
+# launches: 1
+# status: 1
 #SBATCH --job-name=mixtral-8x7b
 #SBATCH --nodes=2 --ntasks-per-node=1
 #SBATCH --gres=gpu:h100:8

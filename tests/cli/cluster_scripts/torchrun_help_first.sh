@@ -1,0 +1,6 @@
+#!/bin/bash
+# It asks torchrun for its flags first; the answer is empty here, so that the old spelling is taken.
+# launches: 2
+NPROC="--nproc_per_node"
+torchrun --help 2>/dev/null | grep -q -- --nproc-per-node && NPROC="--nproc-per-node"
+torchrun "$NPROC" 8 pretrain_gpt.py --tensor-model-parallel-size 8

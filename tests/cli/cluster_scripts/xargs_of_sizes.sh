@@ -1,0 +1,4 @@
+#!/bin/bash
+# xargs starts one job for each line.
+# launches: 2
+printf '%s\n' 2 4 | xargs -I{} torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size {}
