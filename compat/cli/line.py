@@ -44,7 +44,7 @@ def command_of(line: str) -> Command:
 
     JobError if a shell would still have something to do: expand ``$X``, match ``*``, start a pipe.
     """
-    words = []
+    words: list[str] = []
     variables = {}
     for text, written in _words(line):
         # A quoted name, 'A'=1, is a command of that name; += depends on what A is.

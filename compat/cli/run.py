@@ -231,10 +231,9 @@ def _is_of_stand_ins(name: str) -> bool:
 def _variables_elsewhere(words: Sequence[str], variables: dict[str, str]) -> dict[str, str]:
     """What the command of a container or of ssh sees: its flags' variables, and perhaps ours."""
     is_clean = words[0] in ("docker", "podman", "ssh")
-    flags = ("-e", "--env")
-    if words[0] in ("apptainer", "singularity"):
+    takes_lists = words[0] in ("apptainer", "singularity")
+    if takes_lists:
         is_clean = bool({"-e", "--cleanenv", "-c", "--contain", "-C", "--containall"} & {*words})
-        flags = ("--env",)
     visible = {}
     for name, value in variables.items():
         if not is_clean or _is_of_stand_ins(name) or name == "HOME":
@@ -243,12 +242,12 @@ def _variables_elsewhere(words: Sequence[str], variables: dict[str, str]) -> dic
         flag, equals, text = word.partition("=")
         if flag == "--env-file":
             raise JobError(f"{word} is not read")
-        if flag not in flags:
+        if flag != "--env" and (flag != "-e" or takes_lists):
             continue
         if not equals and place + 1 < len(words):
             text = words[place + 1]
         # docker -e NAME=value, -e NAME; apptainer --env NAME=value,NAME=value
-        for part in text.split(",") if flags == ("--env",) else [text]:
+        for part in text.split(",") if takes_lists else [text]:
             assignment = ASSIGNMENT.fullmatch(part)
             if assignment is not None:
                 visible[assignment[1]] = assignment[2]
