@@ -5,13 +5,39 @@ The command line knows Megatron, so it is in ``compat/cli``: this file alone of 
 
 from __future__ import annotations
 
+import io
 import sys
+from typing import TYPE_CHECKING
 
 from hypergrid.messages import install_command
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class _Output(io.FileIO):
+    """Standard output. What comes after its reader has gone, as ``head -1`` does, is dropped.
+
+    So the command ends with the status of its answer, also under ``set -o pipefail``.
+    """
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
 
 
 def main() -> None:
     """Run the command line."""
+    if sys.stdout is not None:
+        buffered = io.BufferedWriter(_Output(sys.stdout.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(
+            buffered,
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering,
+        )
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

@@ -103,8 +103,6 @@ def command(
                     flags = {flag.name: arguments.pop(flag.name) for flag in of_layout}
                     arguments["subject"] = _subject(**flags)
                 status = function(**arguments) or 0
-            except BrokenPipeError:
-                raise  # the reader has all that it wants: click ends without a message
             except (LayoutError, JobError, FileError, OSError, ImportError) as error:
                 typer.echo(_sentence(error), err=True)
                 status = 2
