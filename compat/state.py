@@ -272,9 +272,9 @@ class ParallelState:
         encoder = self.request.encoder
         place = "outside the window"
         if encoder is not None and rank in encoder:
-            place = f"{encoder.coordinate(rank)} of the encoder"
+            place = f"{encoder.trimmed.coordinate(rank)} of the encoder"
         elif rank in layout:
-            place = f"{layout.coordinate(rank)}"
+            place = f"{layout.trimmed.coordinate(rank)}"
         suspended = ", suspended" if self._is_suspended else ""
         return f"ParallelState(rank {rank} at {place} of {layout!r}{suspended})"
 

@@ -163,9 +163,13 @@ class RankLayout:
         return rank in self.ranks
 
     def __repr__(self) -> str:
+        # Dims of size 1 part no ranks: Megatron's layouts have up to five of them.
         named_sizes = []
         for dim, size in zip(self.dims, self.sizes, strict=True):
-            named_sizes.append(f"{dim}={size}")
+            if size > 1:
+                named_sizes.append(f"{dim}={size}")
+        if not named_sizes:
+            return f"RankLayout(rank {self.offset})"
         last_rank = self.stop - 1
         return f"RankLayout({'-'.join(named_sizes)}, ranks {self.offset}..{last_rank})"
 

@@ -46,7 +46,7 @@ class Replicas:
     >>> later.active, later.reserves
     ((0, 1, 4, 3), (7, 8, 9))
     >>> later.layout
-    RankLayout(tp=2-pp=2-dp=1, ranks 0..3)
+    RankLayout(tp=2-pp=2, ranks 0..3)
     """
 
     topology: Topology

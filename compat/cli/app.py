@@ -17,7 +17,6 @@ from rich.text import Text
 from compat.cli import asking, prints
 from compat.cli.command import Json, app, command
 from compat.cli.launch import taken_apart
-from compat.cli.prints import red, span
 from compat.cli.source import PlannedJob, Source, read, started
 from compat.planned.checks import Finding, by_severity, faults, findings, refusals
 from compat.planned.job import JobError
@@ -35,9 +34,9 @@ from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
 from hypergrid.show.diff import Dump, against_dump, difference
-from hypergrid.summary import communicators, dims_in_words, summaries
 
 __all__ = ["app"]
+_PRINTED = Path("-")  # a page that goes to standard output
 
 
 @app.callback(invoke_without_command=True)
@@ -54,6 +53,9 @@ def _top(
 def plan(
     subject: PlannedJob,
     rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
+    with_all: Annotated[
+        bool, typer.Option("--all", help="Groups of one rank, and names with the same groups, too.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the groups that will be created: how many, how large, across how many hosts."""
@@ -69,28 +71,9 @@ def plan(
         return
     out = prints.head(subject)
     if rank is not None:
-        prints.rank_and_groups(out, subject, rank)
-        return
-    rows = []
-    for summary in summaries(subject.plan, subject.hosts):
-        label = Text(summary.label)
-        if summary.same_as:
-            label.append(f"\n  = {summary.same_as}", style="dim")
-        dims = dims_in_words(summary.dims, summary.pick, summary.size[1])
-        # A row of which a group touches several hosts is red.
-        hosts = red(span(summary.hosts), summary.crossing > 0)
-        rows.append((dims, span(summary.size), summary.groups, hosts, label))
-    prints.table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
-    counts = communicators(subject.plan)
-    shares = []
-    for share, count in counts.items():
-        shares.append(f"{span(count)} with share={share}")
-    out.print(
-        "\nhosts: how many one group touches. = NAME: same ranks and traffic, could share "
-        "communicators."
-    )
-    groups = span(counts["none"])
-    out.print(f"Each rank is in {groups} groups; communicators: {', '.join(shares)}.")
+        prints.rank_and_groups(out, subject, rank, with_all)
+    else:
+        prints.groups(out, subject, with_all)
 
 
 @command()
@@ -101,7 +84,9 @@ def show(
         str | None, typer.Option(help="Which layout: decoder or expert, or one of a saved plan.")
     ] = None,
     hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one interactive page; - prints it.")
+    ] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
@@ -128,9 +113,11 @@ def show(
         # The page opens on the first one.
         offered = [name, *(other for other in offered if other != name)]
         _write_page(subject, html, offered, by)
-    written = [str(path) for path in (html, png, svg) if path is not None]
+    written = [str(path) for path in (html, png, svg) if path not in (None, _PRINTED)]
     if written:
-        typer.echo(printable(f"wrote {', '.join(written)}"))
+        # Behind a page on standard output nothing may follow.
+        typer.echo(printable(f"wrote {', '.join(written)}"), err=html == _PRINTED)
+    if written or html is not None:
         return
     from hypergrid.show.terminal import table
 
@@ -169,7 +156,10 @@ def _write_page(subject: PlannedJob, path: Path, names: list[str], by: str | Non
     if by is not None:
         subject.layouts[names[0]].dim_size(by)  # refuses a dim that is not there
     text = page(subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by)
-    path.write_text(text, "utf-8")
+    if path == _PRINTED:
+        typer.echo(text.encode(), nl=False)
+    else:
+        path.write_text(text, "utf-8")
 
 
 @command(of_model=True)
@@ -177,13 +167,18 @@ def check(
     subject: PlannedJob,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
     top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RULE", help="A known finding, 'cp-before-tp'; repeatable."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Check a layout: what Megatron refuses, which placements are expensive, which order avoids it.
 
     --suggest ranks all orders by how many hosts their groups touch.
 
-    Exit status 1 if there is an error or a warning, 0 if not, 2 if the layout cannot be read.
+    Exit status 1 if there is an error or a warning that --allow does not name, 0 if not, 2 if the
+    layout cannot be read.
     """
     unknown = unknown_dims(subject.layouts)
     if unknown:
@@ -203,16 +198,19 @@ def check(
     results = findings(_faults_of(subject), subject.layouts, better)
     if subject.job is not None:
         results = by_severity([*refusals(subject.job), *results])
+    allowed = [finding for finding in results if finding.rule in (allow or ())]
+    results = [finding for finding in results if finding not in allowed]
     status = int(any(finding.severity != "note" for finding in results))
     if as_json:
         data: dict[str, Any] = {}
         data["findings"] = [asdict(finding) for finding in results]
+        data["allowed"] = [asdict(finding) for finding in allowed]
         if suggest:
             data["orders"] = [asdict(ranked) for ranked in ranking]
         prints.as_json(data)
         return status
-    out = prints.head(subject)
-    prints.findings(out, results)
+    out = prints.head(subject, [*results, *allowed])
+    prints.findings(out, results, allow or (), allowed)
     if suggest:
         out.print()
         kind = "NVLink domains" if subject.domains else "hosts"
@@ -379,6 +377,9 @@ def _verified(
     keep: Sequence[str],
     as_json: bool,
 ) -> int:
+    from compat.cli.machine import refuse_without_torch
+
+    refuse_without_torch()
     from compat.verification.launch import verify_line
 
     statuses = []

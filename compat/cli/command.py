@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from compat.cli.prints import drop_output
 from compat.cli.source import PlannedJob, Source, of_job, saved, started
 from compat.megatron import releases
 from compat.planned.job import JobError, from_sizes
@@ -134,10 +136,12 @@ def command(
 
         @functools.wraps(function)
         def run(**arguments: Any) -> None:
+            status = 0
             try:
                 status = answer(arguments)
+                sys.stdout.flush()
             except BrokenPipeError:
-                raise  # the reader has all that it wants: click ends without a message
+                drop_output()
             except (LayoutError, JobError, FileError, OSError, ImportError) as error:
                 typer.echo(_sentence(error), err=True)
                 status = 2

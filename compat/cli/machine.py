@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from compat.planned.job import JobError
 from compat.transformer_engine import process as te_process
 from hypergrid.messages import install_command
 
@@ -48,15 +49,31 @@ def examined() -> Iterator[tuple[str, str, str]]:
             yield name, value, ""
 
 
-def _torch() -> Iterator[tuple[str, str, str]]:
+def refuse_without_torch() -> None:
+    """Raise JobError where torch cannot be imported, as ``hypergrid doctor`` says it."""
+    for name, state, remedy in _torch_failure():
+        raise JobError(f"{name}: {state}. {remedy}")
+
+
+def _torch_failure() -> Iterator[tuple[str, str, str]]:
+    """A row, if torch cannot be imported."""
     name = "torch"
-    state = _installed(name) or "not installed as a package"
     try:
-        import torch
-        import torch.distributed as dist
+        import torch.distributed  # noqa: F401
     except Exception as error:
+        state = _installed(name) or "not installed as a package"
         yield name, f"{state}, and importing it fails: {error}", "Install a torch that works here."
+
+
+def _torch() -> Iterator[tuple[str, str, str]]:
+    failure = list(_torch_failure())
+    if failure:
+        yield from failure
         return
+    import torch
+    import torch.distributed as dist
+
+    name = "torch"
     device = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
     yield name, f"{torch.__version__}, {device}", ""
     backends = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(name)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,8 +13,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.measure import Measurement
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.progress import Progress
 from rich.segment import Segment
@@ -25,6 +26,7 @@ from compat.planned.layouts import SHARDS, has_experts
 from compat.planned.orders import RankedOrder
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, printable
+from hypergrid.policy import Policy
 from hypergrid.show.audit import Audit
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
@@ -36,10 +38,10 @@ from hypergrid.summary import (
 )
 
 _LONGEST = 1000  # characters of a name
-_WIDEST = 300  # characters of a table, which is wider than the terminal where a word is
 _SCHEMA = 1  # of what --json prints
 _MOST_LINES = 20  # of a verdict's reasons
 _MOST_NAMES = 4  # of the functions that a file reads
+_FLAG = re.compile(r"--[\w-]+")
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
@@ -81,8 +83,11 @@ def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
     return {"rank": rank, "host": hosts.host(rank), "coordinates": coordinates, "groups": groups}
 
 
-def head(subject: PlannedJob) -> Console:
-    """The job in a line or two, and the assumptions; returns where to print the rest."""
+def head(subject: PlannedJob, found: Sequence[Finding] = ()) -> Console:
+    """The job in a line or two, and the assumptions; returns where to print the rest.
+
+    ``found`` is what is printed below.
+    """
     out = console()
     layouts = subject.layouts
     ranks = layouts["decoder"].size
@@ -100,7 +105,7 @@ def head(subject: PlannedJob) -> Console:
         out.print(f"{domains} of {span((smallest, largest))} hosts")
     if has_experts(layouts):
         out.print(f"experts: {sizes_in_words(layouts['expert'])}")
-    _rests_on(out, subject)
+    _rests_on(out, subject, found)
     return out
 
 
@@ -111,12 +116,20 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}"
 
 
-def _rests_on(out: Console, subject: PlannedJob) -> None:
+def _rests_on(out: Console, subject: PlannedJob, found: Sequence[Finding]) -> None:
     """The release, the flags of the launch line by how they were read, and the assumptions."""
+    # A flag changes no group, and Megatron refuses it all the same: its error says so.
+    refused = set[str]()
+    for finding in found:
+        if finding.severity == "error":
+            refused.update(_FLAG.findall(finding.what))
     if subject.release:
         out.print(f"for megatron-core {subject.release}", style="dim")
     if subject.job is not None:
-        for reading, flags in subject.job.flags.items():
+        for reading, read_flags in subject.job.flags.items():
+            flags = read_flags
+            if reading == "without effect":
+                flags = [flag for flag in read_flags if flag.partition(" ")[0] not in refused]
             if flags:
                 out.print(f"{reading}: {', '.join(flags)}", style="dim")
     for sentence in subject.assumed:
@@ -124,8 +137,62 @@ def _rests_on(out: Console, subject: PlannedJob) -> None:
     out.print()
 
 
-def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
-    """One rank's coordinates and its groups."""
+def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
+    """The names and their groups; ``with_all`` also what ``_LeftOut`` counts."""
+    rows = []
+    left_out = _LeftOut()
+    for summary in summaries(subject.plan, subject.hosts):
+        if not with_all and left_out.counts(summary.size[1], summary.same_as):
+            continue
+        label = Text(summary.label)
+        if summary.same_as:
+            label.append(f"\n  = {summary.same_as}", style="dim")
+        dims = dims_in_words(summary.dims, summary.pick, summary.size[1])
+        # A row of which a group touches several hosts is red.
+        hosts = red(span(summary.hosts), summary.crossing > 0)
+        rows.append((dims, span(summary.size), summary.groups, hosts, label))
+    table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
+    notes = ["hosts: how many one group touches."]
+    if with_all:
+        notes.append("= NAME: same ranks and traffic, could share communicators.")
+    out.print("\n" + " ".join([*notes, *left_out.sentences()]))
+    counts = communicators(subject.plan)
+    shares = [f"{span(count)} with share={share}" for share, count in counts.items()]
+    group_count = span(counts["none"])
+    out.print(f"Each rank is in {group_count} groups; communicators: {', '.join(shares)}.")
+
+
+class _LeftOut:
+    """Counts the names that a table of groups leaves out, since nothing new is behind them."""
+
+    def __init__(self) -> None:
+        self.of_one_rank = 0
+        self.same_as_another = 0
+
+    def counts(self, size: int, same_as: str | None) -> bool:
+        """Whether a name is left out: its largest group, and the name that has the same groups."""
+        if size == 1:
+            self.of_one_rank += 1
+        elif same_as is not None:
+            self.same_as_another += 1
+        else:
+            return False
+        return True
+
+    def sentences(self) -> Iterator[str]:
+        """How many names were left out, and why."""
+        reasons = []
+        if self.of_one_rank:
+            reasons.append(f"{_counted(self.of_one_rank, 'name')} for groups of one rank")
+        if self.same_as_another:
+            names = _counted(self.same_as_another, "name")
+            reasons.append(f"{names} for the ranks and the traffic of a name above")
+        if reasons:
+            yield f"Left out: {', '.join(reasons)}; --all prints them."
+
+
+def rank_and_groups(out: Console, subject: PlannedJob, rank: int, with_all: bool) -> None:
+    """One rank's coordinates and its groups; ``with_all`` also what ``_LeftOut`` counts."""
     data = of_rank(subject, rank)
     host = data["host"]
     for name in SHARDS:
@@ -138,8 +205,12 @@ def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
         out.print(f"rank {rank} on {host} is in no group.")
         return
     rows = []
-    for group in data["groups"]:
+    left_out = _LeftOut()
+    shared = subject.plan.sharing(rank, Policy(share="all"))
+    for group, (*_, same_as) in zip(data["groups"], shared, strict=True):
         ranks = group["ranks"]
+        if not with_all and left_out.counts(len(ranks), same_as):
+            continue
         hosts = len(group["hosts"])
         dims = dims_in_words(group["dims"], size=len(ranks))
         label = Text(group["label"])
@@ -147,11 +218,18 @@ def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
         crossing = hosts > 1
         rows.append((dims, len(ranks), red(hosts, crossing), label))
     table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
+    for sentence in left_out.sentences():
+        out.print(f"\n{sentence}")
 
 
-def findings(out: Console, all_findings: Sequence[Finding]) -> None:
-    """Each finding: the fact, its cost and what to do."""
-    for number, finding in enumerate(all_findings):
+def findings(
+    out: Console,
+    standing: Sequence[Finding],
+    rules: Sequence[str] = (),
+    allowed: Sequence[Finding] = (),
+) -> None:
+    """Each finding: the fact, its cost and what to do; then what ``--allow`` names by ``rules``."""
+    for number, finding in enumerate(standing):
         if number:
             out.print()
         title = Text(f"{finding.severity}: ", _COLOURS[finding.severity])
@@ -159,8 +237,14 @@ def findings(out: Console, all_findings: Sequence[Finding]) -> None:
         remedy = Text(f"-> {finding.remedy}", style="bold")
         for line in (Text(finding.what), Text(finding.cost), remedy):
             out.print(_indented(line))
-    if not all_findings:
-        out.print("No findings.")
+    if not standing:
+        out.print("No findings that are not allowed." if allowed else "No findings.")
+    allowed_rules = set[str]()
+    for finding in allowed:
+        allowed_rules.add(finding.rule)
+        out.print(f"\nallowed: {finding.rule}. {finding.what}")
+    for rule in sorted(set(rules) - allowed_rules):
+        out.print(f"\nallowed, and not found: {rule}")
 
 
 def orders(
@@ -173,11 +257,11 @@ def orders(
     """The ``best`` of ``count`` orders, and the requested one: how many ``places`` groups touch."""
     rows = []
     for ranked in best:
-        rows.append(("", ranked.order, *ranked.numbers))
-    rows.append(("yours", requested.order, *requested.numbers))
+        rows.append(("", *ranked.numbers, ranked.order))
+    rows.append(("yours", *requested.numbers, requested.order))
     out.print(f"How many {places} a group touches at most, the best order first:")
     columns = [f">{kind}" for kind in requested.hosts]
-    table(out, ("", "order", *columns), rows)
+    table(out, ("", *columns, "order"), rows)
     out.print()
     if best[0].numbers == requested.numbers:
         out.print(f"No order of {count} is better than yours.")
@@ -295,25 +379,22 @@ def audit(recordings: Audit) -> None:
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """A table without lines; ``">"`` before a column's name aligns it to the right.
 
-    No word is cut, but an absurd one: the table is rather wider than the terminal.
+    It is as wide as the terminal at most: texts are folded, and no number is cut.
     """
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
-        name = column.lstrip(">")
-        if column.startswith(">"):
-            grid.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-        else:
-            grid.add_column(name, overflow="fold")
+        is_number = column.startswith(">")
+        align: JustifyMethod = "right" if is_number else "left"
+        grid.add_column(column.lstrip(">"), justify=align, overflow="fold")
+        grid.columns[-1].min_width = 1 if is_number else None
     for row in rows:
         cells = [cell if isinstance(cell, Text) else Text(str(cell)) for cell in row]
-        for cell in cells:
+        for column_of_cell, cell in zip(grid.columns, cells, strict=True):
             cell.truncate(_LONGEST, overflow="ellipsis")
+            if column_of_cell.min_width is not None:
+                column_of_cell.min_width = max(column_of_cell.min_width, cell.cell_len)
         grid.add_row(*cells)
-    # Of each column its longest word.
-    least_width = Measurement.get(out, out.options.update(width=_WIDEST), grid).minimum
-    if least_width > out.width:
-        grid.width = least_width
-    out.print(grid, crop=False)
+    out.print(grid)
 
 
 def _indented(line: Text) -> Padding:
@@ -332,11 +413,23 @@ def red(text: object, is_red: bool) -> Text:
 
 def as_json(data: Mapping[str, Any]) -> None:
     """To standard output."""
-    print(json.dumps({"schema": _SCHEMA, **data}, indent=1))
+    try:
+        print(json.dumps({"schema": _SCHEMA, **data}, indent=1), flush=True)
+    except BrokenPipeError:
+        drop_output()
+
+
+def drop_output() -> None:
+    """Write the rest of the standard output nowhere: who reads it has gone, as ``head -1`` does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Console(Console):
     """Writes out the control characters of names."""
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process with status 1, whatever the answer is."""
+        drop_output()
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -384,7 +384,8 @@ class Request:
     def layouts(self) -> dict[str, RankLayout]:
         """Every layout that the table's rows refer to."""
         layouts = {"decoder": self.decoder, "expert": self.expert}
-        if RELEASE_HAS["instances_in_expert"]:
+        has_instances = self.num_distributed_optimizer_instances > 1
+        if has_instances and RELEASE_HAS["instances_in_expert"]:
             within = self.expert.dim_size("dp") // self.num_distributed_optimizer_instances
             parts = {"dp_intra": within, "dp_inter": self.num_distributed_optimizer_instances}
             layouts["expert_instances"] = self.expert.split("dp", parts)

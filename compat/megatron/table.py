@@ -201,9 +201,13 @@ ROWS: tuple[Row, ...] = (
     Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
         "statistics",                  "ep_gtp_remat_dp", grid="expert", when="expert_gtp_axis",
         field="expt_dp_gtp_remat"),
+    Row("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp-ep-gtp_remat-dp-pp",
+        "optimizer",                   "intra_dist_opt_instance",
+        grid="expert", when="not instances and instances_in_expert", field="intra_dist_opt",
+        loop="tp-ep-pp", join=True),
     Row("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp-ep-gtp_remat-dp_intra-pp",
         "optimizer",                   "intra_dist_opt_instance",
-        grid="expert_instances", when="instances_in_expert", field="intra_dist_opt",
+        grid="expert_instances", when="instances and instances_in_expert", field="intra_dist_opt",
         loop="tp-ep-pp", join=True),
 )
 

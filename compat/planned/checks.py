@@ -122,7 +122,7 @@ def refusals(job: Job) -> Iterator[Finding]:
         yield from _indivisible(
             "global-batch-size",
             model.get("global-batch-size"),
-            "micro-batch size x data-parallel size",
+            "--micro-batch-size x the data-parallel size",
             model.get("micro-batch-size", 1) * replicas,
             "global_batch_size % (micro_batch_size * data_parallel_size) == 0",
         )

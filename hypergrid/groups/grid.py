@@ -141,7 +141,7 @@ class HyperCommGrid:
         if dist.is_initialized():
             rank = dist.get_rank()
             if rank in self.layout:
-                parts.append(f"rank {rank} at {self.layout.coordinate(rank)}")
+                parts.append(f"rank {rank} at {self.layout.trimmed.coordinate(rank)}")
             else:
                 parts.append("not here")
         for name, layout in self._layouts.items():

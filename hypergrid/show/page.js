@@ -135,8 +135,6 @@ function setLayout(name) {
   });
   const first = job ? null : (state.layout.wide[0] ?? null);
   setBy(state.layout.wide.includes(state.by) ? state.by : first);
-  const example = dims.find(({ across }) => across) ?? dims[0];
-  if (example && !job) showExample(example.row);
   const states = job ? [{ value: null, text: "state", note: "what each rank does" }] : [];
   choices($("dims"), "dim", [...states, ...dims], state.by, setBy);
   const those = (kept) => dims.filter(kept).map(({ value }) => value).join(", ");

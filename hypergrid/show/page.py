@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from hypergrid.layout import LayoutError
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
 from hypergrid.topology import Hosts
 
+MOST_RANKS = 1 << 16  # a browser opens these in some seconds, and 1,048,576 not in two minutes
 # One script in these parts: arithmetic, elements, the grid, the panel, events.
 SCRIPTS = ("plan.js", "elements.js", "job.js", "board.js", "panel.js", "page.js")
 
@@ -36,8 +38,13 @@ def page(
     is what ``hypergrid.show.job.page_data`` says of a job with this plan. ``within`` has for each
     host's name its NVLink domain, ``by`` is the dim that colours show at first.
 
-    Raises LayoutError on invalid hosts, or too few ranks on them.
+    Raises LayoutError on invalid hosts, too few ranks on them, or more than 65,536 ranks.
     """
+    if plan.layout.size > MOST_RANKS:
+        raise LayoutError(
+            f"a page of {plan.layout.size:,} ranks opens in no browser: at most {MOST_RANKS:,} are "
+            f"shown. `hypergrid show --hosts 0-3` prints the ranks of these hosts."
+        )
     drawn_hosts = []
     for name, ranks in ranks_by_host(plan.layout, hosts).items():
         domain = (within or {}).get(name, "")

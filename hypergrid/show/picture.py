@@ -10,6 +10,7 @@ from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import install_command, shortened, shown
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import Boundary, boundary_of, group_numbers, ranks_by_host
+from hypergrid.show.page import MOST_RANKS as MOST_ON_PAGE
 from hypergrid.summary import hosts_touched, sizes_in_words
 from hypergrid.topology import Hosts
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Paul Tol's "light" scheme: told apart by the colour-blind, and dark text stays legible on it.
-# The second line is the first one in pale. Further groups begin again with the first colour.
+# Told apart by the colour-blind, and dark text stays legible on them: Paul Tol's "light" scheme,
+# with a violet in place of its coral, since red says that a group crosses hosts. The second line is
+# the first one in pale. Further groups begin again with the first colour.
 COLOURS = [
-    *("#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#99ddff", "#aaaa00"),
-    *("#c9ddf1", "#f8cfc2", "#f8f1cf", "#b4e4d6", "#ffdde4", "#d6f1ff", "#dddd99"),
+    *("#77aadd", "#a78bfa", "#eedd88", "#44bb99", "#ffaabb", "#99ddff", "#aaaa00"),
+    *("#c9ddf1", "#dcd1fd", "#f8f1cf", "#b4e4d6", "#ffdde4", "#d6f1ff", "#dddd99"),
 ]
 INK = "#16181c"  # on a tile
 # A picture has no background. These two keep a contrast of almost 4 on a white and on a dark page.
@@ -37,6 +39,7 @@ HEAD = 0.5  # the height of a panel's own heading
 LETTER = 0.075  # a little more than a letter of the small text needs
 COLUMNS = 8  # ranks side by side; a larger host takes several lines
 WHOLE = 256  # ranks up to which no line is left out
+MOST_RANKS = 4096  # of a picture: 1,048,576 take over a minute
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hypergrid",
@@ -70,7 +73,7 @@ def picture(
     Raises
     ------
     LayoutError
-        An unknown layout, dim or suffix, or invalid hosts.
+        An unknown layout, dim or suffix, invalid hosts, or more than 4,096 ranks.
     ImportError
         matplotlib is missing.
     """
@@ -88,6 +91,13 @@ def picture(
         raise LayoutError(
             f"a picture cannot be written to {shown(str(path))}: name a .png, .svg or .pdf file."
         )
+    for layout in drawn_layouts.values():
+        if layout.size > MOST_RANKS:
+            raise LayoutError(
+                f"a picture of {layout.size:,} ranks cannot be read: at most {MOST_RANKS:,} are "
+                f"drawn. `hypergrid show --html FILE` writes a page of up to {MOST_ON_PAGE:,}, and "
+                f"`hypergrid show --hosts 0-3` prints the ranks of these hosts."
+            )
     panels = []
     for (name, dim), title in titles.items():
         panels.append(_Panel(drawn_layouts[name], hosts, dim, within or {}, title))

@@ -207,6 +207,29 @@ def test_numbers_are_whole_in_a_narrow_terminal():
     assert len(numbers) > 5 and numbers <= set(run(command, COLUMNS="50").split())
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (f"plan {SIZES} --all --megatron 0.19.2", 0),
+        (f"plan {SIZES} --rank 3 --all --megatron 0.19.2", 0),
+        ("check --world-size 16384 --tp 4 --etp 2 --cp 2 --ep 4 --pp 2 --suggest", 0),
+        (f"show {SIZES}", 0),
+        (f"diff '{SIZES}' '{HOSTS}'", 1),
+    ],
+)
+def test_tables_keep_to_the_width_of_the_terminal_and_lose_no_letter(command, status, width):
+    def letters(columns):
+        printed = run(command, status, COLUMNS=str(columns))
+        # The lines of a group's members, and of a host's ranks, depend on the width.
+        return printed, sorted("".join(printed.split()))
+
+    printed, narrow = letters(width)
+    assert max(map(len, printed.splitlines())) <= width
+    if not command.startswith("show"):
+        assert narrow == letters(200)[1]
+
+
 def test_the_release_that_is_planned_is_saved_and_its_reason_told(saved, monkeypatch):
     small = "plan --world-size 16 --tp 2"
     old = run(f"{small} --megatron v0.12.3")
@@ -240,6 +263,19 @@ def test_verify_ends_with_status_2_whatever_happens(error, tmp_path):
     with mock.patch("compat.verification.launch.verify_line", side_effect=error):
         refusal = run(f"verify --checkout {tmp_path} --from-args '{LINE}'", 2)
     assert refusal.strip() == f"hypergrid: {str(error) or type(error).__name__}"
+
+
+def test_verify_without_torch_says_what_doctor_says(tmp_path):
+    without = "sys.modules['torch'] = None; "
+    _, examined, _ = in_a_process("doctor", without)
+    (line,) = [line for line in examined.splitlines() if line.startswith("torch ")]
+    command = f"verify --checkout {tmp_path} --from-args '{LINE}'"
+    status, _, refusal = in_a_process(command, without)
+    assert (status, refusal.count("\n")) == (2, 1)
+    _, _, fact = line.partition("importing it fails: ")
+    assert fact and fact in refusal
+    assert "-> Install a torch that works here." in examined
+    assert refusal.endswith("Install a torch that works here.\n")
 
 
 START = "from hypergrid.__main__ import main; main()"
@@ -284,14 +320,36 @@ def test_planning_imports_no_torch_and_fits_80_columns_without_colour(command):
     assert max(map(len, ["", *out.splitlines()])) <= 80
 
 
-@pytest.mark.parametrize("command", ["plan --world-size 64 --json", "show --world-size 64"])
-def test_a_reader_that_closes_the_pipe_early_causes_no_message(command):
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("plan --world-size 64", 0),
+        ("plan --world-size 64 --json", 0),
+        ("show --world-size 64", 0),
+        ("show --world-size 64 --html -", 0),
+        ("check --world-size 64 --gpus-per-node 4 --tp 8", 1),
+        ("check --world-size 64 --gpus-per-node 4 --tp 8 --json", 1),
+        ("diff '--world-size 8' '--world-size 16'", 1),
+    ],
+)
+def test_a_reader_that_closes_the_pipe_early_changes_no_status_and_causes_no_message(
+    command, status
+):
     read, write = os.pipe()
     os.close(read)
-    words = [sys.executable, "-m", "hypergrid", *command.split()]
+    words = [sys.executable, "-m", "hypergrid", *shlex.split(command)]
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
     os.close(write)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_a_page_on_standard_output_is_the_page_alone(tmp_path):
+    picture, page = tmp_path / "plan.svg", tmp_path / "plan.html"
+    sizes = "--world-size 16 --tp 4"
+    run(f"show {sizes} --html {page}")
+    status, printed, err = in_a_process(f"show {sizes} --html - --svg {picture}")
+    assert (status, printed, err) == (0, page.read_text(), f"wrote {picture}\n")
+    assert picture.exists() and not (ROOT / "-").exists()
 
 
 def test_colours_tell_groups_apart():

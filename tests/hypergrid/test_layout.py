@@ -118,6 +118,12 @@ def test_a_rank_among_a_million_finds_its_group():
     assert layout.group(1_000_000, "tp-pp") == expected
 
 
+def test_a_layout_shows_the_dims_that_part_ranks():
+    layout = RankLayout(("tp", "gtp_remat", "cp", "dp"), (2, 1, 1, 3), offset=4)
+    assert repr(layout) == "RankLayout(tp=2-dp=3, ranks 4..9)"
+    assert repr(RankLayout(("tp", "dp"), (1, 1), offset=4)) == "RankLayout(rank 4)"
+
+
 def test_equal_layouts_are_equal_and_can_be_keys():
     assert {RankLayout(("tp",), (2,)): 1}[RankLayout(("tp",), (2,))] == 1
     assert RankLayout(("tp",), (2,)) != RankLayout(("tp",), (2,), 1)

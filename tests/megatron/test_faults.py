@@ -284,7 +284,7 @@ def test_what_lives_can_be_asked_as_json_under_the_names_that_torch_uses(rank):
     }
     assert expected.items() <= tensor.items()
     assert tensor["owner"].startswith("ParallelState over RankLayout(tp=2")
-    assert f"rank {rank} at {{'tp': {rank % 2}" in repr(ps.current_state())
+    assert f"rank {rank} at {{'tp': {rank % 2}, 'dp': {rank // 2}}} of" in repr(ps.current_state())
     assert f"rank {rank} at {{'tp': {rank % 2}, 'dp': {rank // 2}}}" in repr(grid)
     assert any(group["shared_with"] for group in record["groups"])
     of_grid = group_of[grid.get_pg("dp").group_name]
