@@ -36,7 +36,7 @@ def main() -> None:
             buffered,
             encoding=sys.stdout.encoding,
             errors=sys.stdout.errors,
-            line_buffering=sys.stdout.line_buffering,
+            line_buffering=sys.stdout.isatty(),
         )
     try:
         import rich  # noqa: F401

@@ -401,7 +401,7 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
     """A table without lines, as wide as the terminal at most; ``">"`` aligns a column to the right.
 
     Where the columns before it leave too little room for a word of the last one, a text, it goes
-    on lines of its own below. No number is cut.
+    on lines of its own below. No number is cut. Without rows there is no heading.
     """
     is_number = []
     heading = []
@@ -414,6 +414,8 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
         for cell in cells:
             cell.truncate(_LONGEST, overflow="ellipsis")
         lines.append(cells)
+    if lines == [heading]:
+        return
     if is_number[-1]:
         # The last column is a text, here an empty one.
         for cells in lines:
