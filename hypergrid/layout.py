@@ -105,8 +105,9 @@ class RankLayout:
                 raise LayoutError(f"every size must be at least 1, got {name}={shown(size)}.")
         if offset < 0:
             raise LayoutError(f"the rank offset must not be negative, got {shown(offset)}.")
-        # The sizes 2, 2, 3 have the strides 1, 2, 4.
-        strides = tuple(accumulate(sizes[:-1], operator.mul, initial=1))
+        # The sizes 2, 2, 3 have the strides 1, 2, 4: the product of all, 12, is none. No sizes
+        # have no stride.
+        strides = tuple(accumulate(sizes, operator.mul, initial=1))[:-1]
         # The dataclass is frozen.
         self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=strides)
 

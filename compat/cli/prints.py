@@ -138,11 +138,13 @@ def _rests_on(out: Console, subject: PlannedJob, found: Sequence[Finding]) -> No
 
 
 def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
-    """The names and their groups; ``with_all`` also what ``_LeftOut`` counts."""
+    """The names and their groups; ``with_all`` also those that say nothing new."""
     rows = []
-    left_out = _LeftOut()
+    left_out = Counter[str]()
     for summary in summaries(subject.plan, subject.hosts):
-        if not with_all and left_out.counts(summary.size[1], summary.same_as):
+        reason = _says_nothing_new(summary.size[1], summary.same_as)
+        if reason and not with_all:
+            left_out[reason] += 1
             continue
         label = Text(summary.label)
         if summary.same_as:
@@ -152,47 +154,35 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
         hosts = red(span(summary.hosts), summary.crossing > 0)
         rows.append((dims, span(summary.size), summary.groups, hosts, label))
     table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
-    notes = ["hosts: how many one group touches."]
+    _print_left_out(out, left_out)
+    note = "\nhosts: how many one group touches."
     if with_all:
-        notes.append("= NAME: same ranks and traffic, could share communicators.")
-    out.print("\n" + " ".join([*notes, *left_out.sentences()]))
+        note += " = NAME: same ranks and traffic, could share communicators."
+    out.print(note)
     counts = communicators(subject.plan)
     shares = [f"{span(count)} with share={share}" for share, count in counts.items()]
     group_count = span(counts["none"])
     out.print(f"Each rank is in {group_count} groups; communicators: {', '.join(shares)}.")
 
 
-class _LeftOut:
-    """Counts the names that a table of groups leaves out, since nothing new is behind them."""
+def _says_nothing_new(size: int, same_as: str | None) -> str | None:
+    """Why a table leaves out a name whose largest group has this size; None if it does not."""
+    if size == 1:
+        return "groups of one rank"
+    if same_as is not None:
+        return "the ranks and the traffic of a name above"
+    return None
 
-    def __init__(self) -> None:
-        self.of_one_rank = 0
-        self.same_as_another = 0
 
-    def counts(self, size: int, same_as: str | None) -> bool:
-        """Whether a name is left out: its largest group, and the name that has the same groups."""
-        if size == 1:
-            self.of_one_rank += 1
-        elif same_as is not None:
-            self.same_as_another += 1
-        else:
-            return False
-        return True
-
-    def sentences(self) -> Iterator[str]:
-        """How many names were left out, and why."""
-        reasons = []
-        if self.of_one_rank:
-            reasons.append(f"{_counted(self.of_one_rank, 'name')} for groups of one rank")
-        if self.same_as_another:
-            names = _counted(self.same_as_another, "name")
-            reasons.append(f"{names} for the ranks and the traffic of a name above")
-        if reasons:
-            yield f"Left out: {', '.join(reasons)}; --all prints them."
+def _print_left_out(out: Console, left_out: Counter[str]) -> None:
+    """How many names were left out, by reason."""
+    parts = [f"{_counted(count, 'name')} for {why}" for why, count in sorted(left_out.items())]
+    if parts:
+        out.print(f"\nLeft out: {', '.join(parts)}; --all prints them.")
 
 
 def rank_and_groups(out: Console, subject: PlannedJob, rank: int, with_all: bool) -> None:
-    """One rank's coordinates and its groups; ``with_all`` also what ``_LeftOut`` counts."""
+    """One rank's coordinates and its groups; ``with_all`` also those that say nothing new."""
     data = of_rank(subject, rank)
     host = data["host"]
     for name in SHARDS:
@@ -205,11 +195,13 @@ def rank_and_groups(out: Console, subject: PlannedJob, rank: int, with_all: bool
         out.print(f"rank {rank} on {host} is in no group.")
         return
     rows = []
-    left_out = _LeftOut()
+    left_out = Counter[str]()
     shared = subject.plan.sharing(rank, Policy(share="all"))
     for group, (*_, same_as) in zip(data["groups"], shared, strict=True):
         ranks = group["ranks"]
-        if not with_all and left_out.counts(len(ranks), same_as):
+        reason = _says_nothing_new(len(ranks), same_as)
+        if reason and not with_all:
+            left_out[reason] += 1
             continue
         hosts = len(group["hosts"])
         dims = dims_in_words(group["dims"], size=len(ranks))
@@ -218,8 +210,7 @@ def rank_and_groups(out: Console, subject: PlannedJob, rank: int, with_all: bool
         crossing = hosts > 1
         rows.append((dims, len(ranks), red(hosts, crossing), label))
     table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
-    for sentence in left_out.sentences():
-        out.print(f"\n{sentence}")
+    _print_left_out(out, left_out)
 
 
 def findings(
@@ -379,7 +370,8 @@ def audit(recordings: Audit) -> None:
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """A table without lines; ``">"`` before a column's name aligns it to the right.
 
-    It is as wide as the terminal at most: texts are folded, and no number is cut.
+    It is as wide as the terminal at most: texts are folded, and no number is cut. Without rows
+    there is no heading.
     """
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
@@ -394,7 +386,8 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
             if column_of_cell.min_width is not None:
                 column_of_cell.min_width = max(column_of_cell.min_width, cell.cell_len)
         grid.add_row(*cells)
-    out.print(grid)
+    if grid.rows:
+        out.print(grid)
 
 
 def _indented(line: Text) -> Padding:

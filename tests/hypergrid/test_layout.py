@@ -121,7 +121,9 @@ def test_a_rank_among_a_million_finds_its_group():
 def test_a_layout_shows_the_dims_that_part_ranks():
     layout = RankLayout(("tp", "gtp_remat", "cp", "dp"), (2, 1, 1, 3), offset=4)
     assert repr(layout) == "RankLayout(tp=2-dp=3, ranks 4..9)"
-    assert repr(RankLayout(("tp", "dp"), (1, 1), offset=4)) == "RankLayout(rank 4)"
+    alone = RankLayout(("tp", "dp"), (1, 1), offset=4)
+    assert repr(alone) == "RankLayout(rank 4)"
+    assert (alone.trimmed.coordinate(4), alone.trimmed.strides) == ({}, ())
 
 
 def test_equal_layouts_are_equal_and_can_be_keys():
