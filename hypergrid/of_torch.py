@@ -361,11 +361,6 @@ def gloo() -> Any:
     return getattr(c10d, "ProcessGroupGloo", None)
 
 
-def is_gloo(part: object) -> bool:
-    """Whether gloo communicates here."""
-    return gloo() is not None and isinstance(part, gloo())
-
-
 def gloo_devices(interfaces: Sequence[str], lazily: bool | None) -> list[Any]:
     """The device that gloo connects through, at once or on first use; None: as torch is set."""
     if not interfaces:
