@@ -144,9 +144,11 @@ def killed(device: torch.device, label: str, default: str) -> list[Row]:
 
 def connecting(device: torch.device, label: str, default: str, how: str) -> list[Row]:
     """One rank raises, or is killed, before its third group, while the others connect theirs."""
-    # Without these no abort ends a wait for a rank that does not connect.
-    os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1"
-    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(PATIENCE)
+    # An unbound default group connects by a barrier that hypergrid gives up; in a split of a bound
+    # one a rank would wait without a limit.
+    if default == "bound":
+        os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1"
+        os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(PATIENCE)
     layout = join(device, default)
     make = GroupPool.make
     calls = []
