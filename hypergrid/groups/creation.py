@@ -56,7 +56,7 @@ def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup
 
 @contextmanager
 def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
-    """Groups that outside code creates inside have names that count up from this one's.
+    """Groups that are created inside have names that count up from this one's.
 
     Each has its own name, equal on every rank that makes the same calls inside.
     """
