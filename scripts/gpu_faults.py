@@ -226,7 +226,9 @@ def one_pair(
     timed("stock's first use", use)
     timed("stock destroys", stock.destroy_model_parallel)
     # What stock leaves, as torch's own destroy_process_group() without a group would end it.
-    timed("torch destroys what stock leaves", lambda: [*map(dist.destroy_process_group, left())])
+    groups = left()
+    title = f"torch destroys what stock leaves ({len(groups)} groups)"
+    timed(title, lambda: [*map(dist.destroy_process_group, groups)])
     states = []
     timed("ours initialises", lambda: states.append(ParallelState.create(**arguments)))
     timed("our first use", use)

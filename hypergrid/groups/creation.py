@@ -104,11 +104,11 @@ def by_world(
     before = of_torch.registered_groups()
     try:
         for number, together in enumerate(_rounds(way, groups)):
-            own = [ranks for ranks in together if rank in ranks]
-            ranks = own[0] if own else together[0]
+            groups_of_rank = [ranks for ranks in together if rank in ranks]
+            ranks = [*groups_of_rank, *together][0]
             # With the number, as two rounds may have groups of equal ranks.
             group = _new_group(f"{label}#{number}", ranks, epoch, options)
-            if own:
+            if groups_of_rank:
                 created.append(group)
     except BaseException:
         closing.abort(of_torch.registered_groups().keys() - before)
