@@ -72,34 +72,16 @@ PARTS = {
         built_with="gloo",
         works=lambda: "lazy_init" in _doc(c10d, "ProcessGroupGloo", "create_device"),
     ),
-    "splits": Part(
-        (
-            *("ProcessGroup.split_group", "ProcessGroup._register_backend"),
-            *("_register_pg_in_world", "Backend.backend_type_map"),
-        ),
-        "a split takes the new group's name, its devices and options, and is registered by us",
-        "torch names split groups, by another name on each member",
-        first="2.13",
-        works=lambda: "device_types" in _doc(ProcessGroup, "split_group"),
-    ),
-    "sequence numbers": Part(
-        ("torch._C._distributed_c10d.Backend._set_sequence_number_for_group",),
-        "begins the count of a split group's collectives; later lines begin it themselves",
-        "no group can be split",
-        first="2.13",
-        last="2.13",
-    ),
-    "hooks of a split": Part(
-        ("HealthCheckHook.attach", "_maybe_attach_flight_recorder"),
-        "torch attaches its health check and its flight recorder to a group that it has split",
-        "split groups of NCCL are not in the flight recorder",
-        first="2.15",
-    ),
     "no color": Part(
         ("ProcessGroupNCCL.perform_nocolor_split",),
         "a backend from which torch splits new groups has it, for ranks outside of the new group",
         "a default group that is bound to a device creates as an unbound one does",
         built_with="nccl",
+    ),
+    "color": Part(
+        ("_process_group_color",),
+        "tells the color that the members of a group have when torch splits it",
+        "a split creates one group, as two might have the same color",
     ),
     "lazy NCCL": Part(
         (
@@ -341,72 +323,34 @@ def _number_becomes_name() -> bool:
 # Splits.
 
 
-def split(
-    ranks: Sequence[int],
-    name: str,
-    backend: str | None,
-    options: Any,
-    timeout: timedelta | None,
-    description: str,
-) -> ProcessGroup | None:
-    """Split a group off the default one, as ``torch.distributed.split_group`` but for its name.
+def split_color(ranks: Sequence[int]) -> int | None:
+    """The color of ``ranks`` in the split by which torch creates their group; None if unknown."""
+    if not has("color"):
+        return None
+    color: int = c10d._process_group_color(sorted(ranks))
+    return color
 
-    *Collective* over the world; None on a rank outside ``ranks``. ``options`` are those of the
-    backend that does the split.
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Groups that are created inside are not split off the default group, nor connected at once.
+
+    That is what torch does where the default group is bound to no device: it is so meanwhile.
     """
     default = default_group()
-    group_name = c10d.GroupName(name)
-    kind = c10d.Backend(backend or backend_of(default))
-    device_of: dict[str, torch.device] = {}
-    devices = devices_of(kind)
-    for device, part_name in devices.items():  # torch splits for each, also twice the same backend
-        device_of.setdefault(part_name, torch.device(device))
-    timeout = timeout or default_timeout(kind)
-    _tell_its_ranks(default)
-    group: ProcessGroup | None = default.split_group(
-        list(ranks),
-        timeout=timeout,
-        opts=options,
-        group_name=group_name,
-        group_desc=description,
-        device_types=list(device_of.values()),
-    )
-    if default.rank() not in ranks or group is None:
-        return None
-    for device, part_name in devices.items():
-        split_device = device_of[part_name]
-        if device != split_device.type:  # the same backend serves this device too
-            part = group._get_backend(split_device)
-            part_type = c10d.Backend.backend_type_map[part_name]
-            group._register_backend(torch.device(device), part_type, part)
-    if default.bound_device_id is not None:
-        group.bound_device_id = default.bound_device_id
-    config = c10d.BackendConfig(kind)
-    if "sequence numbers" in needed(torch.__version__):
-        for part in parts_of(group):
-            part._set_sequence_number_for_group()
-    if has("hooks of a split"):
-        hooks: Any = c10d
-        hooks.HealthCheckHook.attach(group)
-        hooks._maybe_attach_flight_recorder(group, config, list(ranks))
-    c10d._register_pg_in_world(
-        group,
-        backend_name=kind,
-        store=group.get_group_store(),
-        group_name=group_name,
-        backend_config=str(config),
-        rank_mapping={member: place for place, member in enumerate(ranks)},
-    )
-    set_timeout(timeout, group)  # torch gives it to the default's main backend alone
-    return group
+    with _private:
+        device = default.bound_device_id
+        default.bound_device_id = None
+        try:
+            yield
+        finally:
+            default.bound_device_id = device
 
 
-def _tell_its_ranks(default: ProcessGroup) -> None:
-    # Torch reads them when it splits, but does not set them if the default group is not the first
-    # of its backend in this process: it then reads beyond the end of the list.
-    for part in parts_of(default):
-        if part.supports_splitting and not part.options.global_ranks_in_group:
-            part.options.global_ranks_in_group = list(range(default.size()))
+def bind(group: ProcessGroup) -> None:
+    """Bind ``group`` to the default group's device, as torch binds what it has split off."""
+    if is_registered(group):
+        group.bound_device_id = default_group().bound_device_id
 
 
 # Backends.
@@ -415,11 +359,6 @@ def _tell_its_ranks(default: ProcessGroup) -> None:
 def gloo() -> Any:
     """The class of gloo's part of a group; None where torch is built without."""
     return getattr(c10d, "ProcessGroupGloo", None)
-
-
-def is_gloo(part: object) -> bool:
-    """Whether gloo communicates here."""
-    return gloo() is not None and isinstance(part, gloo())
 
 
 def gloo_devices(interfaces: Sequence[str], lazily: bool | None) -> list[Any]:

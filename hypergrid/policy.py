@@ -133,7 +133,6 @@ class Abilities:
 
     obstacle: str | None = None
     bound: str | None = None
-    can_split: bool = False
     can_connect_lazily: bool = True
 
 
@@ -145,6 +144,7 @@ class Agreement:
     # Who creates the groups of a backend that torch splits: "members", "split" or "everyone".
     way: str = "members"
     unsplit_way: str = "members"  # who creates the groups of the other backends
+    alone: bool = True  # whether a rank creates a group of its own without the others
     why: str = ""  # why members alone cannot create; empty if they can
     lazy: bool = False  # whether gloo connects on first use
 
@@ -153,18 +153,13 @@ def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[s
     """The best way of creation that all ranks can use, or why the requested one is impossible."""
     obstacle = None
     bound = None
-    all_can_split = True
     all_can_connect_lazily = True
     for of_rank in abilities:
         obstacle = obstacle or of_rank.obstacle
         bound = bound or of_rank.bound
-        all_can_split = all_can_split and of_rank.can_split
         all_can_connect_lazily = all_can_connect_lazily and of_rank.can_connect_lazily
-    no_split = obstacle
-    if no_split is None and not all_can_split:
-        no_split = "not every rank can split"
     # From the best way to the one that is always possible: why it is impossible.
-    reasons = {"members": obstacle or bound, "split": no_split, "everyone": None}
+    reasons = {"members": obstacle or bound, "split": obstacle, "everyone": None}
     way = policy.creation
     if way == "auto":
         way = next(name for name, reason in reasons.items() if reason is None)
@@ -181,6 +176,7 @@ def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[s
         epoch=epoch,
         way=way,
         unsplit_way=unsplit_way,
+        alone=obstacle is None,
         why=reasons["members"] or "",
         lazy=policy.connect == "lazy" and all_can_connect_lazily,
     )

@@ -12,12 +12,10 @@ import time
 import timeit
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import checkout
 
@@ -131,30 +129,14 @@ def seconds_of_a_mesh(world: int) -> float:
 def creation_calls(side: str, way: str, world: int) -> int:
     """How often a rank in the middle of a fake world asks torch for groups.
 
-    ``way`` is hypergrid's choice ``creation``. The fake backend cannot split, so a split is
-    counted and then created by its members: only the number of calls is measured, not their time.
+    ``way`` is hypergrid's choice ``creation``. The fake backend splits nothing: only the number of
+    calls is measured, not their time.
     """
-    from hypergrid.groups import creation
-
     os.environ["HYPERGRID_CREATION"] = way
     module = load(side)
-    rank = world // 2 + 3
-    start_fake_world(rank, world)
+    start_fake_world(world // 2 + 3, world)
     calls: Counter[str] = Counter()
-
-    def split(label: str, groups: Any, epoch: str, **options: Any) -> Any:
-        calls["split"] += 1
-        members = next((ranks for ranks in groups if rank in ranks), [rank])
-        return creation.by_members(label, sorted(members), epoch, **options)
-
-    watched: Any = nullcontext()
-    if way != "split":
-        watched = checkout.watched_new_group(lambda: calls.update(["new_group"]))
-    with (
-        mock.patch.object(creation, "_can_split", lambda: True),
-        mock.patch.object(creation, "by_split", split),
-        watched,
-    ):
+    with checkout.watched_new_group(lambda: calls.update(["new_group"])):
         module.initialize_model_parallel(**SIZES, create_gloo_process_groups=False)
     return calls.total()
 

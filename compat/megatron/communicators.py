@@ -14,6 +14,7 @@ from hypergrid.files import check_yaml
 from hypergrid.messages import install_command, shown
 
 Configs = dict[str, dict[str, Any]]
+FILE = "nccl_communicator_config_path"
 
 # The options of a section, in the order in which torch gets them, and the values torch takes.
 _PRIORITY = "is_high_priority_stream"
@@ -92,6 +93,21 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
             f"net_name {shown(values[_NETWORK])} of {shown(pg_name)} is not supported: use 'IB' or "
             f"'Socket'."
         )
+    return values
+
+
+def named_options(configs: Configs) -> dict[str, str]:
+    """Each option of each section by a name for messages: ``'max_ctas' of 'dp' in ...``."""
+    values = {}
+    for name, options in configs.items():
+        where = f"{shown(name)} in {FILE}"
+        # An empty section is not the same as none: some releases have defaults for it.
+        values[where] = "a section"
+        if not isinstance(options, dict):
+            values[where] = shown(options)
+            continue
+        for key, value in options.items():
+            values[f"{shown(key)} of {where}"] = shown(value)
     return values
 
 

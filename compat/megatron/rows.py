@@ -107,6 +107,9 @@ class PlannedRows:
             name = argument.name
             if argument.init and name not in NO_ARGUMENTS and not name.startswith("get_"):
                 values[name] = getattr(request, name)
+        # Of a file it counts what is read from it, and not what it is called on a rank.
+        values.pop(communicators.FILE)
+        values |= communicators.named_options(request.nccl_configs)
         if request.helpers:
             values["replaced in parallel_state"] = in_words(request.helpers)
         for planned in self.rows:
@@ -114,8 +117,6 @@ class PlannedRows:
             if planned.chosen:
                 # The first are enough to show a difference; the plan has all of them.
                 values[f"ranks chosen for {label}"] = list(map(list, planned.chosen[:16]))
-            if planned.plan_row.options is not None:
-                values[f"options of {label}"] = planned.plan_row.options
         values["megatron-core"] = RELEASE
         values["plan"] = self.plan.fingerprint()
         return values

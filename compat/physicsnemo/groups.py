@@ -123,7 +123,7 @@ def create_flattened(mesh: DeviceMesh) -> tuple[GroupPool, ProcessGroup]:
     """The group of all ranks of ``mesh``, and the pool that owns it. *Collective* over them."""
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     policy = replace(Policy.resolve(), share="none")
-    by_members = creation.way_of(creation.expected(policy), None) == "members"
+    by_members = creation.way_of(creation.expected(policy), None, len(ranks)) == "members"
     # A mesh of the whole world needs nobody else.
     if not by_members and len(ranks) < dist.get_world_size():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Creates one group on this rank: by its members alone, by a split, or with every rank.
+"""Creates groups on this rank: by their members alone, by a split, or with every rank.
 
 And the rules of gloo, NCCL, fake and torchcomms: who takes part in a new group, when it connects.
 Decided by what torch would create and not by names: from torch 2.15 on "nccl" is another class.
@@ -56,7 +56,7 @@ def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup
 
 @contextmanager
 def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
-    """Groups that outside code creates inside have names that count up from this one's.
+    """Groups that are created inside have names that count up from this one's.
 
     Each has its own name, equal on every rank that makes the same calls inside.
     """
@@ -74,18 +74,83 @@ def by_members(
 
     ``options`` are those of ``torch.distributed.new_group``. With ``waits`` the group connects on
     first use if its backend can; so it does where torch would split it off the default group, with
-    all ranks.
+    all ranks. A group of one rank connects on first use wherever torch connects when it splits.
     """
-    name = group_name(label, ranks, epoch)
     backend = options.get("backend")
+    alone = len(ranks) == 1
+    would_split = bound_to(backend) is not None
+    if can_wait(backend):
+        lazily = waits or would_split or alone
+        return _new_group(label, ranks, epoch, options, lazily)
+    if not (alone and would_split):
+        return _new_group(label, ranks, epoch, options)
+    with of_torch.unbound():
+        group = _new_group(label, ranks, epoch, options)
+    of_torch.bind(group)
+    return group
+
+
+def by_world(
+    way: str, label: str, groups: Sequence[Ranks], epoch: str, **options: Any
+) -> list[ProcessGroup]:
+    """Create ``groups``; returns those of this rank, in their order. *Collective* over the world.
+
+    With the ``way`` "everyone" each rank calls ``new_group`` for each group; with "split" for its
+    own groups. Where it is in none of those that are created together, it calls it for the first,
+    as torch then takes part in their split without a color.
+    """
+    rank = dist.get_rank()
+    created = []
+    before = of_torch.registered_groups()
+    try:
+        for number, together in enumerate(_rounds(way, groups)):
+            groups_of_rank = [ranks for ranks in together if rank in ranks]
+            ranks = [*groups_of_rank, *together][0]
+            # With the number, as two rounds may have groups of equal ranks.
+            group = _new_group(f"{label}#{number}", ranks, epoch, options)
+            if groups_of_rank:
+                created.append(group)
+    except BaseException:
+        closing.abort(of_torch.registered_groups().keys() - before)
+        raise
+    return created
+
+
+def _rounds(way: str, groups: Sequence[Ranks]) -> list[list[Ranks]]:
+    """The groups that are created together, in the order of ``groups``; one by one by everyone.
+
+    Of (0, 1), (2, 3) and (1, 2) the first two are one split of four ranks, and the third is
+    another, as a rank has one color in a split. Torch computes the color of a group from its
+    ranks, and two groups of one color would become one communicator.
+    """
+    rounds: list[list[Ranks]] = []
+    used_ranks = set[int]()
+    used_colors = set[int | None]()
+    for ranks in groups:
+        color = of_torch.split_color(ranks)
+        splits = way == "split" and color is not None
+        if not (splits and color not in used_colors and used_ranks.isdisjoint(ranks) and rounds):
+            rounds.append([])
+            used_ranks.clear()
+            used_colors.clear()
+        rounds[-1].append(ranks)
+        used_ranks.update(ranks)
+        used_colors.add(color)
+    return rounds
+
+
+def _new_group(
+    label: str, ranks: Ranks, epoch: str, options: dict[str, Any], lazily: bool = False
+) -> ProcessGroup:
+    """Torch's ``new_group`` under our name; ``NOT_A_MEMBER`` on a rank outside of ``ranks``."""
     options = copied_options(options)
-    if (waits or bound_to(backend)) and can_wait(backend):
+    if lazily:
         if options["pg_options"] is None:
             options["pg_options"] = of_torch.nccl_options()
         options["pg_options"].lazy_init = True
     # Torch makes a group's name from a count of groups, and new_group asks no other rank. With the
     # count set to this number, members alone find each other under one name.
-    with of_torch.numbered(name):
+    with named_from(label, ranks, epoch):
         try:
             group: ProcessGroup = dist.new_group(list(ranks), **options)
         except gloo.NoAddress as error:
@@ -94,85 +159,10 @@ def by_members(
             raise RuntimeError(f"ranks {span_of(missing)} {NO_ADDRESS}.") from error
         except RuntimeError:
             # A dry run in which outside code has replaced new_group.
-            if dist.get_backend() != "fake" or backend in (None, "fake"):
+            if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
                 raise
             group = dist.new_group(list(ranks), **{**options, "backend": "fake"})
         return group
-
-
-def by_split(
-    label: str, groups: Sequence[Ranks], epoch: str, **options: Any
-) -> ProcessGroup | None:
-    """Split disjoint ``groups`` off the default group, in one call. *Collective* over the world.
-
-    A rank that is in none of them takes part too, as NCCL demands. ``options`` are those of
-    ``torch.distributed.new_group``; nothing is inherited from the default group.
-    """
-    rank = dist.get_rank()
-    members = groups[0]
-    for ranks in groups:
-        if rank in ranks:
-            members = ranks
-    backend = options.get("backend")
-    device = next(iter(devices_of(backend)))
-    source = of_torch.checked_by(_part(device))
-    if of_torch.is_gloo(source):
-        split_options = gloo.options(len(members))
-    elif options.get("pg_options") is None:
-        # Torch would copy the options of the default group.
-        split_options = type(source.options)()
-    else:
-        split_options = copy.deepcopy(options["pg_options"])
-    members = sorted(members)
-    name = group_name(label, members, epoch)
-    return of_torch.split(
-        members,
-        str(name),
-        backend,
-        split_options,
-        options.get("timeout"),
-        options.get("group_desc") or "undefined",
-    )
-
-
-def by_everyone(
-    label: str, groups: Sequence[Ranks], epoch: str, **options: Any
-) -> list[ProcessGroup]:
-    """Create all ``groups``; returns those of this rank. *Collective* over the whole world."""
-    rank = dist.get_rank()
-    groups_of_rank = []
-    before = of_torch.registered_groups()
-    with named_from(label, (), epoch):
-        try:
-            for ranks in groups:
-                group = dist.new_group(list(ranks), **copied_options(options))
-                if rank in ranks:
-                    groups_of_rank.append(group)
-        except BaseException:
-            closing.abort(of_torch.registered_groups().keys() - before)
-            raise
-    return groups_of_rank
-
-
-def by_world(
-    way: str, label: str, groups: Sequence[Ranks], epoch: str, **options: Any
-) -> list[ProcessGroup]:
-    """Create ``groups`` with all ranks, by a split if that is the ``way`` and possible."""
-    if not groups:
-        return []
-    # One split gives each rank one group at most.
-    if way == "split" and disjoint(groups) and _can_split_off(options.get("backend")):
-        group = by_split(label, groups, epoch, **options)
-        if group is None:
-            return []
-        return [group]
-    return by_everyone(label, groups, epoch, **options)
-
-
-def disjoint(groups: Sequence[Ranks]) -> bool:
-    """Whether no rank is in two of ``groups``."""
-    members = [rank for ranks in groups for rank in ranks]
-    return len(members) == len(set(members))
 
 
 def copied_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -206,8 +196,8 @@ def is_replaced(function: object) -> bool:
 def abilities(policy: Policy | None = None) -> Abilities:
     """The ways that torch, its default group and the environment allow for this ``policy``.
 
-    Gloo is split only if the policy says so. A group that torch would split off a bound default
-    group is created by its members if it may connect on first use.
+    A group that torch would split off a bound default group is created by its members if it may
+    connect on first use.
     """
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
@@ -220,9 +210,7 @@ def abilities(policy: Policy | None = None) -> Abilities:
     can_connect_lazily = of_torch.has("gloo") and not of_torch.torchcomms()
     device = bound_to()
     reason = None
-    can_split = False
     if device is not None:
-        can_split = _can_split()
         may_wait = can_wait()
         eager_members = policy.connect == "eager" and policy.creation == "members"
         if not may_wait or not (policy.connect == "lazy" or eager_members):
@@ -231,11 +219,7 @@ def abilities(policy: Policy | None = None) -> Abilities:
                 f"the default group is bound to a {device} device (init_process_group(device_id="
                 f"...), and torch 2.15 by itself), and its splits want every rank{hint}"
             )
-    elif policy.creation == "split":
-        # NCCL may not have connected yet, and then cannot be split.
-        may_be_unconnected = any(map(_splits_at_creation, devices_of(None)))
-        can_split = _can_split() and not may_be_unconnected
-    return Abilities(_obstacle(), reason, can_split, can_connect_lazily)
+    return Abilities(_obstacle(), reason, can_connect_lazily)
 
 
 def _obstacle() -> str | None:
@@ -258,8 +242,14 @@ def expected(policy: Policy) -> Agreement:
     return accept(choose("", policy, [abilities(policy)]))
 
 
-def way_of(agreement: Agreement, backend: str | None) -> str:
-    """The way to create groups of ``backend`` under ``agreement``; the same on all ranks."""
+def way_of(agreement: Agreement, backend: str | None, members: int) -> str:
+    """The way to create a group of ``backend`` with so many ``members``; the same on all ranks.
+
+    A group of one rank has nobody to connect to: its rank creates it alone, and the others do not
+    take part, wherever torch allows it.
+    """
+    if members == 1 and agreement.alone:
+        return "members"
     if agreement.way == agreement.unsplit_way or split_off(backend):
         return agreement.way
     return agreement.unsplit_way
@@ -330,24 +320,6 @@ def bound_to(backend: str | None = None) -> str | None:
 
 def _is_default_on(device: str, backend: str | None) -> bool:
     return devices_of(backend).get(device) == devices_of(None).get(device)
-
-
-def _can_split() -> bool:
-    """Whether one call may split several groups off the default one."""
-    return of_torch.has("splits") and getattr(_part(_split_device()), "supports_splitting", False)
-
-
-def _can_split_off(backend: str | None) -> bool:
-    """Whether a group of ``backend`` may be one of these.
-
-    Only if it has one kind of backend, and the default group's: a split hands the same options to
-    the backends of all devices.
-    """
-    devices = devices_of(backend)
-    if len(set(devices.values())) > 1:
-        return False
-    default_devices = devices_of(None)
-    return devices.items() <= default_devices.items()
 
 
 def can_wait(backend: str | None = None) -> bool:

@@ -290,7 +290,7 @@ class HyperCommGrid:
         if self.pool is not None:
             policy = self.pool.policy
         expected = creation.expected(policy)
-        if creation.way_of(expected, self.backend) == "members":
+        if creation.way_of(expected, self.backend, len(self.layout.ranks)) == "members":
             return self.layout.ranks
         return world
 

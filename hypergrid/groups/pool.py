@@ -182,20 +182,23 @@ class GroupPool:
         before = self._contents()
         try:
             with self.connecting():
-                way = creation.way_of(self.agreement, backend)
+                # A rank may create a group of its own without the others.
+                way = creation.way_of(self.agreement, backend, dist.get_world_size())
+                way_alone = creation.way_of(self.agreement, backend, 1)
                 created: list[ProcessGroup] = []
                 if way != "members":
                     # Every rank leaves out the same groups, including those that it is not in.
                     missing = []
                     for ranks in everyone():
-                        if owner_of(self._owners, label, ranks, kind, self.policy) is None:
+                        owner = owner_of(self._owners, label, ranks, kind, self.policy)
+                        if owner is None and (len(ranks) > 1 or way_alone == way):
                             missing.append(ranks)
                     created = creation.by_world(way, label, missing, epoch, **options)
                 for name, ranks in ranks_of.items():
                     owner = owner_of(self._owners, label, ranks, kind, self.policy)
                     if owner is not None:
                         group = self._shared(ranks, owner)
-                    elif way == "members":
+                    elif (way_alone if len(ranks) == 1 else way) == "members":
                         group = creation.by_members(name, ranks, epoch, waits, **options)
                     else:
                         # by_world returns this rank's groups in the order of ranks_of.

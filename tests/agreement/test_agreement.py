@@ -1,10 +1,13 @@
 """Ranks agree before they create: nobody waits in vain, and all say the same."""
 
 import random
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -170,6 +173,20 @@ def initialize_with_a_function_replaced(odd):
         ps.initialize_model_parallel(2)
 
 
+def options_from(name, text):
+    """Initialises with options of NCCL from a file; gloo ignores them."""
+    nccl = mock.Mock(
+        Options=lambda is_high_priority_stream: SimpleNamespace(config=SimpleNamespace())
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+    ):
+        path = Path(folder, name)
+        path.write_text(text)
+        ps.initialize_model_parallel(2, nccl_communicator_config_path=str(path))
+
+
 def subgroup_of_a_manager(size, name="pairs"):
     if not DistributedManager.is_initialized():
         DistributedManager.setup(rank=dist.get_rank(), world_size=4, local_rank=0)
@@ -182,6 +199,7 @@ INTERFACES = {
     "HyperCommGrid": HyperCommGrid,
     "MegatronGrid": MegatronGrid,
     "EnvironmentTable": EnvironmentTable,
+    "options_from": options_from,
     "subgroup_of_a_manager": subgroup_of_a_manager,
 }
 

@@ -117,5 +117,10 @@ def test_what_is_said_of_nccl_says_whether_it_was_read_or_seen():
     assert not silent
 
 
+def test_no_page_says_that_there_was_no_gpu():
+    for page in [*DOCS.values(), (ROOT / "README.md").read_text()]:
+        assert not re.search(r"\bno GPU\b", page, re.I)
+
+
 def test_the_citation_names_this_version():
     assert f"version: {hypergrid.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -28,7 +28,6 @@ from hypergrid.agreement import commit
 from hypergrid.groups import creation, gloo
 from hypergrid.policy import Policy
 from tests.support import forked
-from tests.support.backends import SPLITS
 from tests.support.forked import descriptors, from_all, on_ranks, open_groups, total
 
 
@@ -60,7 +59,7 @@ def known_to_torch():
 
 
 @pytest.mark.parametrize("connect", ["torch", "lazy"])
-@pytest.mark.parametrize("creation", ["members", pytest.param("split", marks=SPLITS), "everyone"])
+@pytest.mark.parametrize("creation", ["members", "split", "everyone"])
 @on_ranks(3, backend="")
 def test_a_rank_that_waits_in_a_collective_comes_out_with_torchs_error(rank, connect, creation):
     forked.join(rank, 3)

@@ -1,6 +1,7 @@
 """How groups are made: by whom, shared with whom, connected when."""
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -13,8 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import creation, gloo
-from hypergrid.policy import Abilities, Policy, choose
-from tests.support.backends import SPLITS
+from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
 from tests.support.forked import from_all, join, on_ranks, open_groups, run_ranks
 from tests.support.groups import check_all_reduce, state_groups
 
@@ -30,7 +30,6 @@ def members_created(rank, way):
     return {slot: dist.get_process_group_ranks(group) for slot, group in state_groups().items()}
 
 
-@SPLITS
 def test_all_three_ways_give_the_same_membership():
     expected = run_ranks(8, members_created, "members", backend="")
     for way in ("split", "everyone"):
@@ -38,35 +37,44 @@ def test_all_three_ways_give_the_same_membership():
 
 
 one_rank_cannot = pytest.mark.parametrize(
-    ("of_one_rank", "of_others", "way", "unsplit_way", "lazy"),
+    ("of_one_rank", "of_others", "agreed"),
     [
-        (Abilities("an old torch"), Abilities(), "everyone", "everyone", True),
-        # Gloo twins are created by their members.
-        (Abilities(), Abilities(bound="a device", can_split=True), "everyone", "members", True),
-        (Abilities(can_connect_lazily=False), Abilities(), "members", "members", False),
+        (
+            Abilities("an old torch"),
+            Abilities(),
+            Agreement("", "everyone", "everyone", False, "an old torch", lazy=True),
+        ),
+        (
+            Abilities(),
+            Abilities(bound="a device"),
+            # Gloo twins are created by their members, and a group of one rank by that rank.
+            Agreement("", "split", "members", True, "a device", lazy=True),
+        ),
+        (
+            Abilities(can_connect_lazily=False),
+            Abilities(),
+            Agreement("", "members", "members", True, "", lazy=False),
+        ),
     ],
 )
 
 
 @one_rank_cannot
-def test_it_decides_whichever_rank_it_is(of_one_rank, of_others, way, unsplit_way, lazy):
+def test_it_decides_whichever_rank_it_is(of_one_rank, of_others, agreed):
     for place in range(3):
         abilities = [of_others, of_others]
         abilities.insert(place, of_one_rank)
-        agreed = choose("", Policy(connect="lazy"), abilities)
-        assert (agreed["way"], agreed["unsplit_way"], agreed["lazy"]) == (way, unsplit_way, lazy)
+        assert accept(choose("", Policy(connect="lazy"), abilities)) == agreed
 
 
 @one_rank_cannot
 @on_ranks(8)
-def test_one_rank_that_cannot_decides_for_all(rank, of_one_rank, of_others, way, unsplit_way, lazy):
+def test_one_rank_that_cannot_decides_for_all(rank, of_one_rank, of_others, agreed):
     abilities = of_one_rank if rank == 5 else of_others
     with mock.patch.object(creation, "abilities", return_value=abilities):
         ps.initialize_model_parallel(**LAYOUT, connect="lazy")
     check_all_reduce(rank)
-    agreed = ps.current_state().pool.agreement
-    assert (agreed.way, agreed.unsplit_way, agreed.lazy) == (way, unsplit_way, lazy)
-    assert agreed.why == (of_one_rank.obstacle or of_others.bound or "")
+    assert replace(ps.current_state().pool.agreement, epoch="") == agreed
 
 
 @on_ranks(8)
@@ -122,7 +130,9 @@ def test_in_a_dry_run_every_group_is_fake_and_torch_is_not_asked_for_another(fak
     """Torch 2.15 ends the process when it creates a gloo group on a fake default group."""
     fake_world(8)
     groups = [creation.by_members("A", [0, 1], "1", backend="gloo")]
-    groups += creation.by_everyone("B", [[0, 1], [1, 2]], "1", backend="cpu:gloo,cuda:nccl")
+    groups += creation.by_world(
+        "everyone", "B", [[0, 1], [1, 2]], "1", backend="cpu:gloo,cuda:nccl"
+    )
     listening = mock.Mock(wraps=dist.new_group)
     with gloo.connecting(True), mock.patch.object(dist, "new_group", listening):
         groups.append(creation.by_members("C", [0, 1], "1", backend="gloo"))
@@ -251,7 +261,7 @@ def test_options_that_torch_writes_a_groups_name_into_are_each_groups_own(rank):
     ps.create_hierarchical_groups(rank, world, [2, 2], pg_options=options)
     creation.by_members("A", world, "1", pg_options=options)
     creation.by_members("B", world, "1", pg_options=options)
-    creation.by_everyone("C", [world, *halves], "1", pg_options=options)
-    creation.by_everyone("D", halves, "1", pg_options=options)
+    creation.by_world("everyone", "C", [world, *halves], "1", pg_options=options)
+    creation.by_world("split", "D", halves, "1", pg_options=options)
     assert options.group_name == ""
     assert len(written) == len({options.group_name for options in written}) == 8

@@ -17,7 +17,6 @@ import hypergrid
 from compat import parallel_state as ps
 from hypergrid import AbortedError, HyperCommGrid
 from tests.support import nccl_rules
-from tests.support.backends import SPLITS
 from tests.support.forked import from_all, on_ranks, open_groups
 from tests.support.nccl_rules import DEVICE, HAVE_PAIRS, start
 
@@ -125,7 +124,6 @@ def by_splits():
     ps.initialize_model_parallel(creation="split", create_gloo_process_groups=False)
 
 
-@SPLITS
 @on_ranks(2, backend="")
 def test_each_split_has_its_own_options_so_that_no_timeout_changes_another_groups(rank):
     world = start(rank, 2, kind="nccl, bound")
@@ -144,9 +142,7 @@ def test_each_split_has_its_own_options_so_that_no_timeout_changes_another_group
     from_all(None)
 
 
-@pytest.mark.parametrize(
-    "kind", ["nccl, unbound", pytest.param("nccl, bound", marks=SPLITS), "nccl2", "nccl-lazy"]
-)
+@pytest.mark.parametrize("kind", ["nccl, unbound", "nccl, bound", "nccl2", "nccl-lazy"])
 @on_ranks(2, backend="")
 def test_eager_connects_the_pipeline_but_not_unbatched_sends_that_have_own_pairs(rank, kind):
     start(rank, 2, kind=kind)
@@ -163,15 +159,14 @@ def test_eager_connects_the_pipeline_but_not_unbatched_sends_that_have_own_pairs
     from_all(None)
 
 
-@SPLITS
 @on_ranks(3, backend="")
 def test_a_rank_that_fails_before_its_split_fails_all_if_connecting_does_not_block(rank):
     start(rank, 3, kind="nccl, bound")
     os.environ.update(TORCH_NCCL_USE_COMM_NONBLOCKING="1", TORCH_NCCL_NONBLOCKING_TIMEOUT="3")
-    split_group = nccl_rules.Group.split_group
+    connect = nccl_rules.Group.eager_connect_single_device
     if rank == 1:
-        split_group = mock.Mock(side_effect=MemoryError("this rank's own"))
-    splits = mock.patch.object(nccl_rules.Group, "split_group", split_group)
+        connect = mock.Mock(side_effect=MemoryError("this rank's own"))
+    splits = mock.patch.object(nccl_rules.Group, "eager_connect_single_device", connect)
     with splits, pytest.raises((hypergrid.CreationError, MemoryError)) as caught:
         by_splits()
     assert (caught.type is MemoryError) == (rank == 1)
@@ -180,7 +175,6 @@ def test_a_rank_that_fails_before_its_split_fails_all_if_connecting_does_not_blo
     from_all(None)
 
 
-@SPLITS
 @on_ranks(2, backend="")
 def test_if_connecting_blocks_a_rank_waits_in_its_split_and_no_abort_ends_the_wait(rank):
     start(rank, 2, kind="nccl, bound")
@@ -194,7 +188,8 @@ def test_if_connecting_blocks_a_rank_waits_in_its_split_and_no_abort_ends_the_wa
         waits.join(1)
         assert waits.is_alive()
     else:
-        with mock.patch.object(nccl_rules.Group, "split_group", lambda *_, **__: time.sleep(8)):
+        late = mock.Mock(side_effect=lambda device: time.sleep(8))
+        with mock.patch.object(nccl_rules.Group, "eager_connect_single_device", late):
             threading.Thread(target=by_splits, daemon=True).start()
             from_all(None)
             time.sleep(4)

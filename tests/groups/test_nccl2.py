@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from compat.report import report
 from hypergrid import AgreementError, of_torch
-from hypergrid.groups import closing, creation
+from hypergrid.groups import creation
 from tests.support.forked import from_all, join, on_ranks
 
 pytestmark = pytest.mark.skipif(not of_torch.has("lazy NCCL"), reason="torch has one NCCL backend")
@@ -38,6 +38,11 @@ class Nccl2(dist.ProcessGroupGloo):
     def options(self):
         return self.given_options
 
+    def split(self, store, ranks, options):
+        calls.append(("split", tuple(ranks)))
+        place = ranks.index(self.rank())
+        return dist.ProcessGroupGloo(store, place, len(ranks), timeout=options._timeout)
+
     def perform_nocolor_split(self, device):
         calls.append(("no color",))
 
@@ -52,16 +57,9 @@ def _standing_in():
             opts.process_group.bound_device_id = torch.device("cuda", 0)
         return opts.process_group.bound_device_id
 
-    def split(default, ranks, **options):
-        calls.append(("split", tuple(ranks)))
-        return split_group(default, ranks, **{**options, "opts": None})
-
-    split_group = dist.ProcessGroup.split_group
-    assert of_torch.has("splits")  # before its call is replaced
     with (
         mock.patch.object(c10d, "ProcessGroupNCCL2", Nccl2),
         mock.patch.object(c10d, "_nccl2_device", bind),
-        mock.patch.object(dist.ProcessGroup, "split_group", split),
     ):
         yield
     ps.destroy_model_parallel()
@@ -79,28 +77,19 @@ def ranks_by(how):
 
 
 @on_ranks(4, backend="")
-def test_with_connect_torch_each_name_is_one_split_with_the_world_as_torch_splits(rank):
+def test_with_connect_torch_each_name_is_one_split_with_the_world_but_for_ranks_alone(rank):
     start(rank, 4)
-    ps.initialize_model_parallel(**LAYOUT)
+    ps.initialize_model_parallel(**LAYOUT, pipeline_model_parallel_size=2)
     state = ps.current_state()
     assert state.pool.agreement.way == "split" and "connect='lazy'" in report(state)
-    assert not ranks_by("new") and not ranks_by("connect") and calls
-    splits = from_all(ranks_by("split"))
-    assert len({*map(len, splits)}) == 1  # every rank takes part in each
-    members = {pooled.ranks for pooled in state.pool.groups}
-    assert members <= {*ranks_by("split")}
-
-
-@on_ranks(4, backend="")
-def test_a_split_group_has_the_hooks_that_torch_attaches_to_its_own(rank):
-    """Without the second what NCCL does is not in the flight recorder."""
-    start(rank, 4)
-    health = mock.Mock(wraps=c10d.HealthCheckHook.attach)
-    with mock.patch.object(c10d, "HealthCheckHook", mock.Mock(attach=health)):
-        (group,) = creation.by_world("split", "A", [(0, 1), (2, 3)], "epoch")
-    assert health.call_args.args == (group,) and group in c10d._world.pg_flight_recorder_hooks
-    closing.close([group])
-    assert group not in c10d._world.pg_flight_recorder_hooks
+    alone = [pooled.ranks for pooled in state.pool.groups if len(pooled.ranks) == 1]
+    several = [pooled.ranks for pooled in state.pool.groups if len(pooled.ranks) > 1]
+    assert len(alone) > 3 and len(several) > 3
+    # A group of one rank is created unconnected, and is no split.
+    assert [call for call in calls if call[0] == "new"] == [("new", ranks, True) for ranks in alone]
+    assert ranks_by("split") == several
+    shares = from_all(len(several) + calls.count(("no color",)))
+    assert len({*shares}) == 1  # every rank takes part in each
 
 
 @pytest.mark.parametrize("window", [4, 2])
@@ -131,14 +120,15 @@ def test_members_alone_are_refused_with_connect_torch_and_connected_with_eager(r
 
 
 @on_ranks(4, backend="")
-def test_off_an_unbound_default_group_it_connects_at_once_by_its_members_or_later(rank):
+def test_off_an_unbound_default_group_several_connect_at_once_or_later_and_one_later(rank):
     join(rank, 4)
     half = [rank // 2 * 2, rank // 2 * 2 + 1]
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     how = {"backend": "nccl", "pg_options": options}
     at_once = creation.by_members("A", half, "epoch", **how)
     later = creation.by_members("B", half, "epoch", True, **how)
-    assert [call[2] for call in calls] == [False, True] and not ranks_by("split")
+    creation.by_members("C", [rank], "epoch", **how)
+    assert [call[2] for call in calls] == [False, True, True] and not ranks_by("split")
     assert [creation.connects_later(group) for group in (at_once, later)] == [False, True]
     # Each group has a copy of the options that were given.
     copied = later._get_backend(torch.device("cuda")).given_options

@@ -103,17 +103,17 @@ def test_connecting_has_no_limit_but_for_one_that_does_not_block(rank):
 @on_ranks(3, backend="")
 def test_a_split_needs_every_rank_holds_the_parents_lock_and_goes_by_colour(rank):
     world = start(rank, 3, kind="nccl, bound")
-    split = world.split_group([0, 1], group_name="a")
-    assert (split is None) == (rank == 2)
+    split = dist.new_group([0, 1])
+    assert (split is dist.GroupMember.NON_GROUP_MEMBER) == (rank == 2)
     with mock.patch.object(c10d, "_process_group_color", return_value=7):
-        merged = world.split_group([[0, 1], [2]][rank // 2], group_name="b" + str(rank // 2))
+        merged = dist.new_group([[0, 1], [2]][rank // 2])
     summand = torch.ones(1)
     merged.allreduce([summand]).wait()
     DEVICE.synchronize()
     assert merged.size() < summand.item() == 3
     from_all(None)
     if rank == 0:
-        assert hangs(lambda: world.split_group([0, 1]))
+        assert hangs(lambda: dist.new_group([0, 1]))
         assert hangs(world.abort)
     from_all(None)
 

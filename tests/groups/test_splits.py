@@ -1,4 +1,4 @@
-"""Groups that are split off the default one: by torch's real gloo split, on real ranks."""
+"""Groups for which every rank of the world is needed, and who takes part in creating which."""
 
 import os
 import time
@@ -15,13 +15,14 @@ from compat import parallel_state as ps
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
 from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid, of_torch
-from hypergrid.groups import closing, creation
+from hypergrid.groups import creation
 from hypergrid.groups.creation import expected
 from hypergrid.groups.pool import live_pools
 from hypergrid.policy import Policy
-from tests.support.backends import SPLITS
+from tests.support import nccl_rules
 from tests.support.backends import splitting as register_splitting
 from tests.support.forked import from_all, join, on_ranks, open_groups, total
+from tests.support.nccl_rules import start
 
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -39,7 +40,6 @@ def name_of_working_groups(groups):
     return name_of
 
 
-@SPLITS
 @on_ranks(8, backend="", timeout=80)
 def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(rank):
     join(rank, 8)
@@ -59,53 +59,52 @@ def test_every_member_knows_a_split_by_the_same_name_and_no_name_comes_twice(ran
     assert len(name_of) == len({*name_of.values()})
 
 
-@SPLITS
+@pytest.mark.parametrize(
+    ("groups", "same_color", "rounds"),
+    [
+        ([(0, 1), (2, 3)], False, [[(0, 1), (2, 3)]]),
+        ([(0, 1), (2,)], False, [[(0, 1), (2,)]]),
+        ([(0, 1), (1, 2), (0, 3)], False, [[(0, 1)], [(1, 2), (0, 3)]]),  # no rank has two colors
+        ([(0, 1), (2, 3)], True, [[(0, 1)], [(2, 3)]]),
+        ([(0, 1), (0, 1)], False, [[(0, 1)], [(0, 1)]]),
+    ],
+)
 @on_ranks(4, backend="")
-def test_a_split_has_options_and_entries_of_new_group_and_leaves_the_default_alone(rank):
-    join(rank, 4)
-    pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-    torchs = dist.new_group(pair, use_local_synchronization=True)
-    options = {"timeout": timedelta(minutes=7), "group_desc": "ours"}
-    split = creation.by_split("A", [(0, 1), (2, 3)], "epoch", **options)
-    name = str(creation.group_name("A", pair, "epoch"))
-    assert split.group_name == name and c10d._resolve_process_group(name) == split
-    assert (split.group_desc, split.rank(), split.size()) == ("ours", rank % 2, 2)
-    # What torch notes of it is what it notes of a group that new_group creates.
-    world = c10d._world
-    for table in (world.pg_group_ranks, world.pg_backend_config):
-        assert table[split] == table[torchs]
-    assert world.pg_map[split][0] == world.pg_map[torchs][0]
-    assert world.tags_to_pg[world.pg_to_tag[split]] == [split]
-    cpu = torch.device("cpu")
-    assert split._get_backend(torch.device("cuda")) is split._get_backend(cpu)
-    of_split = split._get_backend(cpu).options
-    of_torchs = torchs._get_backend(cpu).options
-    of_default = dist.group.WORLD._get_backend(cpu).options
-    assert of_split.global_ranks_in_group == of_torchs.global_ranks_in_group
-    assert (of_split._threads, of_split.group_name) == (of_torchs._threads, name)
-    assert of_split._timeout == timedelta(minutes=7)
-    assert (of_default._timeout, of_default.group_name) == (timedelta(minutes=30), "0")
-    if rank == 0:
-        assert closing.close([split]) == {}
-        assert split not in world.pg_map and [split] not in world.tags_to_pg.values()
+def test_a_split_has_the_groups_that_share_neither_ranks_nor_a_color(
+    rank, groups, same_color, rounds
+):
+    world = start(rank, 4, kind="nccl, bound")
+    color = mock.Mock(return_value=7) if same_color else c10d._process_group_color
+    with mock.patch.object(c10d, "_process_group_color", color):
+        created = creation.by_world("split", "A", groups, "epoch")
+    assert world.splits == len(rounds)
+    own = [ranks for ranks in groups if rank in ranks]
+    assert [group.size() for group in created] == [*map(len, own)]
+    names = from_all([group.group_name for group in created])
+    assert [nccl_rules.total(group, 2.0**rank) for group in created] == [
+        sum(2.0**member for member in ranks) for ranks in own
+    ]
+    name_of = {}
+    for member, of_member in enumerate(names):
+        places = [place for place, ranks in enumerate(groups) if member in ranks]
+        for place, name in zip(places, of_member, strict=True):
+            assert name_of.setdefault(place, name) == name
+    assert len({*name_of.values()}) == len(groups)
 
 
-@SPLITS
 @on_ranks(4, backend="")
-def test_a_group_with_two_backends_is_not_split_and_each_half_has_its_own_options(rank):
-    """A split hands the options of one backend to the other, which torch asserts against."""
+def test_torch_itself_splits_a_group_with_two_backends_and_each_half_has_its_own_options(rank):
     parts = []
     register_splitting("old", parts)
     join(rank, 4, backend="cpu:gloo,cuda:old")
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     assert expected(Policy()).way == "split"
-    of_torch.has("splits")  # is asked before its call is replaced
-    with mock.patch.object(dist.ProcessGroup, "split_group", side_effect=AssertionError):
-        (group,) = creation.by_world(
-            "split", "A", [(0, 1), (2, 3)], "epoch", timeout=timedelta(minutes=7)
-        )
+    (group,) = creation.by_world(
+        "split", "A", [(0, 1), (2, 3)], "epoch", timeout=timedelta(minutes=7)
+    )
     gloo = of_torch.part_of(group, "cpu")
     assert gloo.options is not of_torch.part_of(group, "cuda").options and gloo.options._devices
+    assert not hasattr(parts[0], "without_a_color")
     assert total(group) == 2
 
 
@@ -126,43 +125,17 @@ def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     assert answers(creation.split_off) == answers(creation.bound_to) == is_of_default
     abilities = creation.abilities()
-    assert abilities.can_split == of_torch.has("splits")
     assert "bound to a cuda device" in abilities.bound
     assert "connect='lazy'" not in abilities.bound  # this backend does not take it
     dist.new_group([0], backend="old")  # as torch does itself, for a rank outside
     assert getattr(parts[0], "without_a_color", 0) == (rank == 1)
 
 
-@pytest.mark.parametrize("lacks", ["splits", pytest.param(None, marks=SPLITS)])
-@on_ranks(4, backend="")
-def test_torch_before_2_13_creates_group_by_group_where_a_split_could_join_two(rank, lacks):
-    """In 2.9 and 2.10 the color of a split is a weak hash of its ranks: of 128 groups two collide.
-
-    A call of new_group splits one group off, so that no other has a color.
-    """
-    register_splitting("old", [])
-    join(rank, 4, backend="old")
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    has = of_torch.has
-    has("splits")  # is asked before its call is replaced
-    with (
-        mock.patch.object(dist.ProcessGroup, "split_group", return_value=None) as split,
-        mock.patch.object(of_torch, "has", lambda part: part != lacks and has(part)),
-    ):
-        agreed = expected(Policy())
-        groups = creation.by_world(agreed.way, "A", [(0, 1), (2, 3)], "epoch")
-    if lacks:
-        assert agreed.way == "everyone" and split.call_count == 0
-        assert len(groups) == 1 and len(groups[0].group_name) > 30
-    else:
-        assert agreed.way == "split" and split.call_count == 1
-
-
 @pytest.mark.parametrize(
     "variables",
     [
         {"TORCH_DIST_INIT_BARRIER": "1"},
-        pytest.param({"HYPERGRID_CREATION": "split"}, marks=SPLITS, id="split"),
+        {"HYPERGRID_CREATION": "split"},
         {"HYPERGRID_CREATION": "everyone"},
         {"TORCH_DIST_INIT_BARRIER": "1", "HYPERGRID_AGREEMENT": "0"},
         {},
@@ -194,7 +167,7 @@ def test_ranks_outside_a_grid_take_part_where_every_rank_must(rank, variables):
         ),
         ("MPI", "MPI creates every group with all ranks"),
         ({"TORCH_DIST_INIT_BARRIER": "1"}, "TORCH_DIST_INIT_BARRIER=1 makes torch wait"),
-        pytest.param({"HYPERGRID_CREATION": "split"}, "creation was set so", marks=SPLITS),
+        ({"HYPERGRID_CREATION": "split"}, "creation was set so"),
         ({"HYPERGRID_CREATION": "everyone"}, "creation was set so"),
     ],
     ids=str,

@@ -1,11 +1,6 @@
 """Backends over gloo, as outside code registers them: one suspends as NCCL does."""
 
-import pytest
 import torch.distributed as dist
-
-from hypergrid import of_torch
-
-SPLITS = pytest.mark.skipif(not of_torch.has("splits"), reason="this torch's split takes no name")
 
 
 def register(name, parts, devices=("cpu",), **methods):

@@ -172,12 +172,16 @@ def _listening(world: int) -> socket.socket:
 
 
 def statuses(
-    children: dict[int, int], seconds: float, to_the_first: bool = False
+    children: dict[int, int],
+    seconds: float,
+    to_the_first: bool = False,
+    late: Callable[[int, int], object] = lambda process, rank: None,
 ) -> dict[int, int]:
     """Exit status of each rank of ``children``, ``LATE`` of those that do not end in time.
 
     ``children`` has the rank of each process id. Those that do not end are killed; with
-    ``to_the_first`` as soon as one has failed, and they have no status then.
+    ``to_the_first`` as soon as one has failed, and they have no status then. ``late`` is called
+    with each process that has not ended in time, and its rank, before any is killed.
     """
     status_of_rank: dict[int, int] = {}
     running = dict(children)
@@ -193,7 +197,9 @@ def statuses(
             if to_the_first and any(status_of_rank.values()):
                 return status_of_rank
             time.sleep(0.005)
-        status_of_rank.update(dict.fromkeys(running.values(), LATE))
+        for process, rank in running.items():
+            status_of_rank[rank] = LATE
+            late(process, rank)
         return status_of_rank
     finally:
         for process in running:
@@ -242,6 +248,20 @@ def _scripts(call: str) -> None:
             printed.close()
         listener.close()
         statuses(children, timeout)
+
+
+def device_of(rank: int) -> torch.device:
+    """The GPU of this rank, before its process uses CUDA; ranks share one where there are fewer.
+
+    NCCL takes several ranks on one GPU only if each says that it is a host of its own.
+    """
+    count = torch.cuda.device_count()
+    index = rank % count
+    if int(os.environ["WORLD_SIZE"]) > count:
+        os.environ["NCCL_HOSTID"] = f"host{rank}"
+        os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ["LOCAL_RANK"] = str(index)
+    return torch.device("cuda", index)
 
 
 @contextmanager

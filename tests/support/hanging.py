@@ -4,7 +4,8 @@
 
 A hang's recording is in DIRECTORY/FAULT, with ``fault.json``, which says what was done to whom, and
 the ranks' output in ``rank_N.log``. One process imports megatron and forks the ranks. Sends and
-receives are recorded, except with HYPERGRID_RECORD_P2P=0.
+receives are recorded, except with HYPERGRID_RECORD_P2P=0. With HANGING_ON=cuda over NCCL: ranks
+share the GPUs that are there.
 """
 
 import json
@@ -176,7 +177,13 @@ def _rank(rank, fault, directory, listener, begun):
         culprit, arm = FAULTS[fault]
         if rank == culprit:
             arm(_begins(begun))
-        forked._start(rank, RANKS, listener, "gloo")
+        if os.environ.get("HANGING_ON") == "cuda":
+            forked._start(rank, RANKS, listener, "")
+            torch.cuda.set_device(forked.device_of(rank))
+            store = dist.FileStore(str(directory / "store"), RANKS)
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS)
+        else:
+            forked._start(rank, RANKS, listener, "gloo")
         train_gpt.main(MODEL.split())
     except BaseException:
         sys.excepthook(*sys.exc_info())

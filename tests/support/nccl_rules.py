@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -221,30 +222,10 @@ class Group(dist.ProcessGroup):
         with self.mutex:
             self.communicators["all"].split(None)
 
-    def split_group(
-        self,
-        ranks,
-        timeout=None,
-        opts=None,
-        group_name=None,
-        group_desc=None,
-        device_types=None,
-    ):
-        """As torch's in C++: members with their colour, the others without one."""
-        if self.rank() not in ranks:
-            self.perform_nocolor_split(torch.device("cpu"))
-            return None
-        store = dist.PrefixStore(f"{group_name}/", self.store)
-        options = opts or self.options
-        options._timeout = timeout or options._timeout
-        options.group_name = group_name or ""
-        child = Group(store, ranks.index(self.rank()), len(ranks), options, "nccl, bound")
-        child.group_name = options.group_name
-        child.group_desc = group_desc or ""
-        child.split_from = self
-        child.color = c10d._process_group_color([*ranks])
-        child.communicator()
-        return child
+    @property
+    def splits(self):
+        """How many splits of this group's communicator this rank has taken part in."""
+        return self.communicators["all"]._splits
 
     # Operations.
 
@@ -303,21 +284,40 @@ class Group(dist.ProcessGroup):
             communicator.aborted = True
 
 
+def total(group, value=1.0):
+    """The sum of every rank's ``value`` over the group, when the device has it."""
+    summand = torch.tensor(float(value))
+    dist.all_reduce(summand, group=group)
+    DEVICE.synchronize()
+    return summand.item()
+
+
 GROUPS = []  # torch keeps them for as long as it knows them, and Python must too
 
 
 def start(rank, world, life=0, kind="nccl, unbound"):
     """Start the default group; it and all others are of ``kind``, and "nccl, bound" connects."""
 
-    def create(store, rank, size, timeout):
-        return Group(store, rank, size, Options(timeout), kind)
+    def create(given, options):
+        options = options or Options()
+        # Torch writes into the options that it is given.
+        options._timeout = given.timeout
+        options.group_name = given.group_id
+        options.global_ranks_in_group = tuple(given.global_ranks_in_group)
+        group = Group(given.store, given.group_rank, given.group_size, options, kind)
+        default = dist.group.WORLD
+        if default is not None and default.bound_device_id is not None:
+            group.split_from = default
+            group.color = c10d._process_group_color(given.global_ranks_in_group)
+        return group
 
     if life == 0:
-        dist.Backend.register_backend(NAME, create, devices=["cpu"])
-    if hasattr(c10d, "_maybe_attach_flight_recorder"):  # which asks C++ for backends: 2.15
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cuda"])
+    if hasattr(c10d, "_maybe_attach_flight_recorder"):  # torch 2.15 asks C++ for backends
         setattr(c10d, "_maybe_attach_flight_recorder", lambda *_: None)  # noqa: B010
+        setattr(c10d, "_DistributedBackendOptions", SimpleNamespace)  # noqa: B010
     join(rank, world, life, backend=NAME)
     if kind == "nccl, bound":  # by init_process_group(device_id=...)
-        dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
-        dist.group.WORLD.eager_connect_single_device(torch.device("cpu", 0))
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        dist.group.WORLD.eager_connect_single_device(torch.device("cuda", 0))
     return dist.group.WORLD
