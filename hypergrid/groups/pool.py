@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import traceback
 import warnings
 import weakref
@@ -17,6 +19,7 @@ from torch.distributed import ProcessGroup
 from hypergrid import of_torch
 from hypergrid.agreement.commit import all_or_none, creating, prepare, telling_others
 from hypergrid.agreement.store import raise_if_waits_ended, settle
+from hypergrid.agreement.waits import at_label
 from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import closing, creation, gloo
 from hypergrid.groups.creation import Ranks
@@ -25,6 +28,7 @@ from hypergrid.messages import in_words, shortened, shown, span_of
 from hypergrid.policy import Abilities, Agreement, Kind, Owners, Policy, owner_of
 
 DEFAULT = "the default group"
+_log = logging.getLogger(__name__)
 # For code that uses groups of a pool: called with those that are about to be destroyed, and
 # whether it must not wait for other ranks.
 before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
@@ -82,12 +86,14 @@ class GroupPool:
         timeout: timedelta | None = None,
         init_count: int | None = None,
         one_device: bool = False,
+        call: str = "creating groups",
     ) -> Iterator[None]:
         """Create groups inside: on all ranks, or on none. *Collective* over ``ranks``.
 
         Arguments as for ``hypergrid.agreement.commit.prepare``; each call has an epoch of its own.
         ``one_device`` lets gloo groups that connect at once share a device, see
-        ``gloo.one_device``: then the caller holds none of the groups when this raises.
+        ``gloo.one_device``: then the caller holds none of the groups when this raises. ``call`` is
+        the name of what all ranks call, for messages of one that waits.
 
         Raises
         ------
@@ -105,20 +111,23 @@ class GroupPool:
             )
         if not isinstance(timeout, timedelta | None):
             raise TypeError(f"timeout must be a datetime.timedelta, got {shown(timeout)}.")
+        call = f"{call} of {self.owner}"
         with _reporting_failures(), creating(ranks, timeout) as store:
             abilities = creation.abilities(self.policy)
             self.agreement = prepare(
-                store, ranks, proposal, self.policy, abilities, timeout, init_count
+                store, ranks, proposal, self.policy, abilities, timeout, init_count, call
             )
             self._timeout = timeout
             before = self._contents()
             try:
                 with (
-                    all_or_none(store, self.agreement.epoch, ranks, timeout),
+                    all_or_none(store, self.agreement.epoch, ranks, timeout, call),
                     gloo.one_device() if one_device else nullcontext(),
                 ):
                     gloo.note_default()
+                    begin = time.monotonic()
                     yield
+                    self._log_creation(call, before.groups, begin)
                     raise_if_waits_ended()
                 settle()
             except BaseException as error:
@@ -126,6 +135,18 @@ class GroupPool:
                 if one_device:
                     _forget_locals(error)
                 raise
+
+    def _log_creation(self, call: str, first: int, begin: float) -> None:
+        created = self.groups[first:]
+        own = sum(pooled.shares is None for pooled in created)
+        _log.info(
+            "%s: created %d groups on %d communicators in %.3f s, by %s",
+            call,
+            len(created),
+            own,
+            time.monotonic() - begin,
+            self.agreement.way,
+        )
 
     def _contents(self) -> _Contents:
         return _Contents(len(self.groups), dict(self._owners), len(self._labels))
@@ -180,6 +201,8 @@ class GroupPool:
         waits = self.policy.connect == "lazy"
         epoch = self.agreement.epoch
         before = self._contents()
+        begin = time.monotonic()
+        at_label(label)
         try:
             with self.connecting():
                 way = creation.way_of(self.agreement, backend)
@@ -208,6 +231,14 @@ class GroupPool:
                     if shorter is not None and owner is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._labels.append(label)
+                for pooled in self.groups[before.groups :]:
+                    _log.debug(
+                        "%s of ranks %s: %s, %.1f ms for all of this label",
+                        label,
+                        span_of(pooled.ranks),
+                        f"shares {pooled.shares}" if pooled.shares else f"created by {way}",
+                        1000 * (time.monotonic() - begin),
+                    )
         except BaseException as error:
             self._roll_back(before)
             # A Ctrl-C may come when torch has the group and this pool does not.
