@@ -61,7 +61,20 @@ def warn(text: str, logger: logging.Logger) -> None:
     logger.warning(text)
     if not _prints_warnings(logger):
         with suppress(RuntimeWarning):
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warnings.warn(text, RuntimeWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """How many frames above ``warn`` the code is that has called this library."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("hypergrid", "compat", "contextlib"):
+            break
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def _prints_warnings(logger: logging.Logger | None) -> bool:

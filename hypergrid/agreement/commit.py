@@ -12,6 +12,7 @@ a further one for each look of a rank that waits (``waits``).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,7 +52,8 @@ from hypergrid.agreement.store import (
 from hypergrid.agreement.waits import (
     Creation,
     Watch,
-    creating_groups,
+    beside,
+    creations,
     outcome_in,
     publish_outcome,
 )
@@ -184,14 +185,18 @@ def all_or_none(
     timeout = _bounded(timeout)
     rank = dist.get_rank()
     commit_store = PrefixStore(f"hypergrid/{epoch}/commit", store)
-    phase = Phase(commit_store, ranks, rank, call=call, confirms=True)
+    phase = Phase(commit_store, ranks, rank, call=call, done="have created their groups")
 
     def absent(missing: str) -> str:
         return f"{missing} did not finish creating groups within {timeout}. Look at their logs."
 
-    creation = Creation(phase.store, rank)
+    watch = phase.watch
+    watch.timeout = timeout
+    watch.label = "its first group"
+    creation = Creation(phase.store, rank, watch)
+    creations.append(creation)
     try:
-        with creating_groups(creation):
+        with beside(phase.look):
             yield
     except BaseException as error:
         raise_if_waits_ended()  # nothing is to wait any more, also not for the store
@@ -208,8 +213,9 @@ def all_or_none(
             text = f"{shortened(reason, 200)} The first to fail: {first}"
             raise CreationError(text) from error.__cause__
         raise
+    finally:
+        creations.remove(creation)
     begin = time.monotonic()
-    phase.writes_place_at_once = bool(creation.written_label)  # or the others see it still there
     with telling_of_a_lost_store():
         if phase.arrive() == len(ranks) and phase.all_equal(0):
             phase.publish("")
@@ -393,7 +399,7 @@ class _Round:
 
     def _phase(self, number: int) -> Phase:
         store = PrefixStore(f"{number}/prepare", self.window_store)
-        begin_next_round = partial(self.window_store.add, "round", 1)
+        begin_next_round = functools.partial(self.window_store.add, "round", 1)
         return Phase(store, self.ranks, self.rank, begin_next_round, _as_error, self.call)
 
     def arrive(self, proposal: dict[str, Any], abilities: Abilities, policy: Policy) -> None:
@@ -471,7 +477,7 @@ class _Round:
 
     def wait(self, patience: timedelta) -> dict[str, Any]:
         """The decision, if it comes within ``patience``; else RuntimeError, and no roll call."""
-        look_until(partial(outcome_in, self.phase.store), patience)
+        look_until(functools.partial(outcome_in, self.phase.store), patience)
         return self.outcome(patience)
 
     def outcome(self, timeout: timedelta) -> dict[str, Any]:
@@ -529,8 +535,8 @@ class Phase:
     """One tally of a window: which ranks arrived, whether all said the same, what came of it.
 
     ``store`` is for this phase alone. The rank that publishes the outcome calls ``closing`` before
-    it can be read. ``as_error`` makes an outcome of the text of an error. ``call``, what the ranks
-    do together, ``confirms`` and ``all_connected`` are for a ``Watch``.
+    it can be read. ``as_error`` makes an outcome of the text of an error. ``call``, ``done`` and
+    ``all_connected`` are those of its ``Watch``.
     """
 
     def __init__(
@@ -541,16 +547,15 @@ class Phase:
         closing: Callable[[], object] = bool,
         as_error: Callable[[str], str] = str,
         call: str = "creating groups",
-        confirms: bool = False,
+        done: str = "are here",
         all_connected: bool = True,
     ) -> None:
         self.store = store
         self.ranks = ranks
         self.rank = rank
         self.call = call
-        self.confirms = confirms
-        self.all_connected = all_connected
-        self.writes_place_at_once = False
+        self._done = done
+        self._all_connected = all_connected
         self._closing = closing
         self._as_error = as_error
         # One number of 62 bits holds the arrivals and, above them, the sum of the digests. For
@@ -574,6 +579,7 @@ class Phase:
         else:
             amount -= self._share_of_sum(replaced_digest)  # the dead process has been counted
         self._tally = self.store.add("arrived", amount)
+        self.watch.label = ""
         _log.debug("%s: %d of %d ranks have arrived", self.call, self._arrivals, len(self.ranks))
         if self._arrivals > len(self.ranks):  # closed: nobody is to wait for this rank to read it
             self.store.add("arrived", -amount)
@@ -624,7 +630,8 @@ class Phase:
         gives the outcome if ranks differ.
         """
         try:
-            outcome = self._watched(timeout)
+            self.watch.timeout = timeout
+            outcome = look_until(self.look, timeout, len(self.ranks))
         except RuntimeError:
             if self.publish(_ROLL_CALL, early=True):
                 return self._call_roll(absent)
@@ -637,27 +644,28 @@ class Phase:
             return compared()
         return outcome
 
-    def _watched(self, timeout: timedelta) -> str:
-        """The outcome; meanwhile this rank says for whom it waits, and who has ended."""
-        watch = Watch(
+    @functools.cached_property
+    def watch(self) -> Watch:
+        """This rank's wait for the others, from the beginning of the phase on."""
+        return Watch(
             self.store,
             self.ranks,
             self.rank,
             self.call,
             self._count,
-            timeout,
-            self.confirms,
-            self.all_connected,
-            self.writes_place_at_once,
+            self._done,
+            self._all_connected,
         )
 
-        def look() -> str | None:
-            outcome = watch.look()
-            if outcome is None and watch.ended:
-                self.publish(self._as_error(watch.ended_in_words()), early=True)
-            return outcome
+    def look(self) -> str | None:
+        """The outcome, None while there is none; this rank says for whom it waits.
 
-        return look_until(look, timeout, len(self.ranks))
+        A rank that has ended makes the phase fail for all.
+        """
+        outcome = self.watch.look()
+        if outcome is None and self.watch.ended:
+            self.publish(self._as_error(self.watch.ended_in_words()), early=True)
+        return outcome
 
     def _count(self) -> int:
         """How many ranks have arrived by now."""
@@ -667,7 +675,7 @@ class Phase:
     def _adopted_decision(self) -> str:
         """Another rank has decided. It may have ended before it could set the outcome."""
         try:
-            return look_until(partial(outcome_in, self.store), _UNTIL_SET, len(self.ranks))
+            return look_until(functools.partial(outcome_in, self.store), _UNTIL_SET, len(self.ranks))
         except RuntimeError:
             decision = peek(self.store, "closed")
             outcome = decision.partition(" ")[2]

@@ -1,8 +1,8 @@
 """Ranks that wait for others: they say for whom, and find those whose process has ended.
 
 A rank looks at the store until all have arrived in a phase. ``Watch`` is what it does beside that:
-after some seconds it writes down, once, that it is there, and the lowest of those that wait speaks
-for all. ``Creation`` is a rank for which the others may wait: it writes at which group it is.
+after some seconds it writes down where it is, and the lowest of those that wait speaks for all. In a
+thread it goes on while torch blocks this rank: others may wait for it, or it for them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -88,15 +89,20 @@ class Watch:
         What the ranks do together, in words.
     arrived : function
         How many of ``ranks`` are there.
-    timeout : timedelta, optional
-        How long this rank will wait; None without a limit.
-    confirms : bool
-        Whether the ranks confirm that they have created their groups.
+    done : str
+        What ranks have done that have arrived.
     all_connected : bool
         Whether each rank was connected to the store before this wait: then the one whose
         connection is closed does not arrive any more.
-    writes_at_once : bool
-        Whether this rank writes at once that it is there, as it has written another place before.
+
+    Attributes
+    ----------
+    timeout : timedelta, optional
+        How long this rank will wait; None without a limit.
+    label : str
+        Of the groups that this rank creates at the moment; "" where it has arrived.
+    ended : list of int
+        Ranks that cannot arrive, as their connections to the store are closed.
     """
 
     def __init__(
@@ -106,22 +112,20 @@ class Watch:
         rank: int,
         call: str,
         arrived: Callable[[], int],
-        timeout: timedelta | None = None,
-        confirms: bool = False,
+        done: str = "are here",
         all_connected: bool = False,
-        writes_at_once: bool = False,
     ) -> None:
         self._store = store
         self._ranks = ranks
         self._rank = rank
         self._call = call
         self._arrived = arrived
-        self._timeout = timeout
-        self._confirms = confirms
+        self._done = done
         self._all_connected = all_connected
         self._begin = time.monotonic()
-        self._writes_after = 0.0 if writes_at_once else _WRITES_AFTER
-        self._has_written = False
+        self.timeout: timedelta | None = None
+        self.label = ""
+        self._written_label: str | None = None  # nothing yet
         # The lower a rank the earlier it claims to speak: the others see it then.
         position = ranks.index(rank) / len(ranks)
         self._claims_after = _WRITES_AFTER + position * _CLAIMS_WITHIN
@@ -132,7 +136,7 @@ class Watch:
         self._next_warning = next(self._warning_times)
         self._next_search = self._claims_after
         self._searches_of_closed: dict[int, int] = {}  # in a row, by rank
-        self.ended: list[int] = []  # ranks that cannot arrive: their process has ended
+        self.ended: list[int] = []
 
     @property
     def waited(self) -> float:
@@ -145,9 +149,10 @@ class Watch:
         outcome = _outcome_of(word)
         if outcome is not None:
             return outcome
-        if self.waited >= self._writes_after and not self._has_written:
-            self._has_written = True
-            _write_place(self._store, self._rank)
+        label = self.label
+        if self.waited >= _WRITES_AFTER and label != self._written_label:
+            self._written_label = label
+            _write_place(self._store, self._rank, label)
         if self.waited >= self._claims_after and self._speaks(word):
             if self.waited >= self._next_search:
                 self._next_search = self.waited + _SEARCH_PERIOD
@@ -209,7 +214,7 @@ class Watch:
     def ended_in_words(self) -> str:
         """The error of all ranks where some have ended."""
         return (
-            f"{_named(self.ended)} of ranks {span_of(self._ranks)} can not take part in "
+            f"{_named(self.ended)} of ranks {span_of(self._ranks)} cannot take part in "
             f"{self._call}: the connection to the store is closed. The process has ended, or has "
             f"destroyed its default group. Look at its log."
         )
@@ -218,11 +223,8 @@ class Watch:
         place_of = _places(self._store)
         arrived = self._arrived()
         waited = f"rank {self._rank} has waited {self.waited:.0f} s"
-        if self._timeout is not None:
-            waited += f" of {self._timeout.total_seconds():.0f} s"
-        what = "ranks are here"
-        if self._confirms:
-            what = "ranks have created their groups"
+        if self.timeout is not None:
+            waited += f" of {self.timeout.total_seconds():.0f} s"
         at_label: dict[str, list[int]] = {}
         silent = []
         for rank in self._ranks:
@@ -238,7 +240,10 @@ class Watch:
             parts.append(f"missing: {_spans(silent)}")
         elif silent and missing > 0:  # the others of these have arrived a moment ago
             parts.append(f"missing: {missing} of {_spans(silent)}")
-        return f"{waited} in {self._call}: {arrived} of {len(self._ranks)} {what}, {'; '.join(parts)}"
+        return (
+            f"{waited} in {self._call}: {arrived} of {len(self._ranks)} ranks {self._done}, "
+            f"{'; '.join(parts)}"
+        )
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -254,28 +259,31 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 @contextmanager
-def beside(act: Callable[[float], float | None]) -> Iterator[None]:
-    """Call ``act`` from time to time in a thread, while what is inside blocks this one.
+def beside(look: Callable[[], object]) -> Iterator[None]:
+    """Call ``look`` from time to time in a thread, while torch may block this one inside.
 
-    ``act`` gets the seconds since the beginning and gives those until its next call, None for no
-    further one. The first call is after 8 s. An error in it ends the thread, and nothing else.
+    The first call is after 8 s. An error in it ends the thread, and nothing else.
     """
-    begin = time.monotonic()
     is_over = threading.Event()
 
     def run() -> None:
-        pause: float | None = _WRITES_AFTER
-        with suppress(Exception):  # the store is lost; whatever is inside will say so
-            while pause is not None and not is_over.wait(pause):
-                pause = act(time.monotonic() - begin)
+        pause = _WRITES_AFTER
+        with suppress(Exception):  # the store is lost: who is inside will hear of it
+            while not is_over.wait(pause):
+                look()
+                pause = 0.5
 
     thread = threading.Thread(target=run, name="hypergrid waits", daemon=True)
-    with suppress(RuntimeError):  # no memory for a thread
+    try:
         thread.start()
+    except RuntimeError:  # no memory for a thread
+        yield
+        return
     try:
         yield
     finally:
         is_over.set()
+        thread.join(1.0)  # no longer than one call to the store
 
 
 @contextmanager
@@ -285,56 +293,33 @@ def watching(store: Store, ranks: Sequence[int], rank: int, call: str) -> Iterat
     ``store`` is for this wait alone.
     """
     watch = Watch(store, ranks, rank, call, lambda: len(_places(store)))
-
-    def act(_: float) -> float:
-        watch.look()
-        return 0.5
-
-    with beside(act):
-        yield
-    if watch.waited >= _WRITES_AFTER:
-        with suppress(RuntimeError):  # the store is lost
-            forget_lines(store, PLACES)
-            forget(store, PLACES, _WORD)
+    try:
+        with beside(watch.look):
+            yield
+    finally:
+        if watch.waited >= _WRITES_AFTER:
+            with suppress(RuntimeError):  # the store is lost
+                forget_lines(store, PLACES)
+                forget(store, PLACES, _WORD)
 
 
+@dataclass
 class Creation:
     """Phase 2 of what this process creates; ``store`` is for this phase alone."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self.store = store
-        self.rank = rank
-        self.label = ""  # of the groups that it creates at the moment
-        self.is_known_to_wait = False
-        self.written_label = ""
-
-    def write_place(self, _: float) -> float:
-        """Tell those that wait for this rank where it is; called in a thread."""
-        label = self.label or "its first group"
-        if label != self.written_label:
-            self.written_label = label
-            _write_place(self.store, self.rank, label)
-        return 10.0
+    store: Store
+    rank: int
+    watch: Watch
+    is_known_to_wait: bool = False
 
 
 creations: list[Creation] = []  # the outermost first
 
 
-@contextmanager
-def creating_groups(creation: Creation) -> Iterator[None]:
-    """Let other ranks find out where this one is while it creates groups inside."""
-    creations.append(creation)
-    try:
-        with beside(creation.write_place):
-            yield
-    finally:
-        creations.remove(creation)
-
-
 def at_label(label: str) -> None:
     """This process now creates the groups of ``label``."""
     if creations:
-        creations[-1].label = label
+        creations[-1].watch.label = label
 
 
 def another_rank_failed() -> bool:
