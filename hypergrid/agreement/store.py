@@ -22,7 +22,7 @@ from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.messages import in_words
 
 _DESCRIPTORS = "/proc/self/fd"
-_IN_STORE = timedelta(seconds=3)  # then by looking: torch logs two lines for each wait in vain
+_GIVEN_UP_AFTER = 3.0  # seconds of a wait after which a rank asks whether it is in vain
 _NO_VALUE = "?"
 _FIRST_PAUSE = 0.0005  # seconds between the first two looks of a rank that waits
 _LOOKS_A_SECOND = 20_000  # by all ranks together: a fifth of what a TCPStore can answer
@@ -123,30 +123,24 @@ def _sleep(seconds: float) -> None:
         time.sleep(min(0.5, max(0, end - time.monotonic())))
 
 
-def wait_in_store(
-    store: Store, keys: list[str], timeout: timedelta, given_up: Callable[[], bool]
+def wait(
+    store: Store, keys: list[str], timeout: timedelta, ranks: int, given_up: Callable[[], bool]
 ) -> None:
-    """Wait for ``keys`` that members of one group set at about the same time.
+    """Wait for ``keys``, as ``ranks`` do; DistStoreError after ``timeout``, and AbortedError.
 
-    DistStoreError after ``timeout``, or when ``given_up`` says that they will not come; and
-    AbortedError.
+    DistStoreError also when ``given_up``, which is asked after three seconds, says that the keys
+    will not come.
     """
-    raise_if_waits_ended()
-    try:
-        # Every group has such a wait: where many ranks looked, they would keep the store busy.
-        store.wait(keys, min(timeout, _IN_STORE))
-        return
-    except RuntimeError as error:
-        too_late = error
+    begin = time.monotonic()
 
     def look() -> bool | None:
         if store.check(keys):
             return True
-        if given_up():
-            raise too_late
+        if time.monotonic() - begin > _GIVEN_UP_AFTER and given_up():
+            raise dist.DistStoreError("others have given up.")
         return None
 
-    look_until(look, timeout - _IN_STORE)
+    look_until(look, timeout, ranks)
 
 
 def forget(store: Store, *keys: str) -> None:

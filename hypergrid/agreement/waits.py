@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import logs
 from hypergrid.agreement.connections import at_the_store, to_the_store
@@ -286,21 +286,38 @@ def beside(look: Callable[[], object]) -> Iterator[None]:
         thread.join(1.0)  # no longer than one call to the store
 
 
-@contextmanager
-def watching(store: Store, ranks: Sequence[int], rank: int, call: str) -> Iterator[None]:
-    """Say for whom this rank waits, while torch blocks it inside until all ``ranks`` come.
+class ClosingWatch:
+    """Says for whom this rank waits while torch closes groups, one after the other.
 
-    ``store`` is for this wait alone.
+    ``store`` is the one that all ranks share. ``look`` is called in a thread.
     """
-    watch = Watch(store, ranks, rank, call, lambda: len(_places(store)))
-    try:
-        with beside(watch.look):
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._watch: Watch | None = None
+
+    @contextmanager
+    def closing(self, name: str, label: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Inside torch closes the group of ``ranks`` that it calls ``name``."""
+        store = PrefixStore(f"hypergrid/closing/{name}", self._store)
+        call = f"closing {label} of ranks {span_of(ranks)}"
+        watch = Watch(store, ranks, self._rank, call, lambda: len(_places(store)))
+        self._watch = watch
+        try:
             yield
-    finally:
-        if watch.waited >= _WRITES_AFTER:
-            with suppress(RuntimeError):  # the store is lost
-                forget_lines(store, PLACES)
-                forget(store, PLACES, _WORD)
+        finally:
+            self._watch = None
+            if watch.waited >= _WRITES_AFTER:
+                with suppress(RuntimeError):  # the store is lost
+                    forget_lines(store, PLACES)
+                    forget(store, PLACES, _WORD)
+
+    def look(self) -> None:
+        """Warn, if it is time for that."""
+        watch = self._watch
+        if watch is not None:
+            watch.look()
 
 
 @dataclass

@@ -29,14 +29,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
-from hypergrid.agreement.store import (
-    Descriptor,
-    descriptors,
-    duplicate,
-    listens,
-    sockets,
-    wait_in_store,
-)
+from hypergrid.agreement.store import Descriptor, descriptors, duplicate, listens, sockets, wait
 from hypergrid.agreement.waits import another_rank_failed
 
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
@@ -272,7 +265,8 @@ class _InTime(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         try:
-            wait_in_store(self._store, keys, timeout or self._timeout, another_rank_failed)
+            for_keys = timeout or self._timeout
+            wait(self._store, keys, for_keys, dist.get_world_size(), another_rank_failed)
         except dist.DistStoreError as error:
             missing = [key for key in keys if not self._store.check([key])]
             if not missing:  # they came when this rank had given up

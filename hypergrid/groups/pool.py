@@ -231,14 +231,8 @@ class GroupPool:
                     if shorter is not None and owner is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._labels.append(label)
-                for pooled in self.groups[before.groups :]:
-                    _log.debug(
-                        "%s of ranks %s: %s, %.1f ms for all of this label",
-                        label,
-                        span_of(pooled.ranks),
-                        f"shares {pooled.shares}" if pooled.shares else f"created by {way}",
-                        1000 * (time.monotonic() - begin),
-                    )
+                if _log.isEnabledFor(logging.DEBUG):
+                    self._log_groups(before.groups, way, begin)
         except BaseException as error:
             self._roll_back(before)
             # A Ctrl-C may come when torch has the group and this pool does not.
@@ -249,6 +243,20 @@ class GroupPool:
                 raise self._failure(label, ranks_of.values(), backend, error) from error
             raise
         return [pooled.group for pooled in self.groups[before.groups :]]
+
+    def _log_groups(self, first: int, way: str, begin: float) -> None:
+        milliseconds = 1000 * (time.monotonic() - begin)
+        for pooled in self.groups[first:]:
+            how = f"created by {way}"
+            if pooled.shares is not None:
+                how = f"shares {pooled.shares}"
+            _log.debug(
+                "%s of ranks %s: %s, %.1f ms with all groups of this label",
+                pooled.label,
+                span_of(pooled.ranks),
+                how,
+                milliseconds,
+            )
 
     def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
         """Own from now on a group that outside code created for ``label``.
@@ -340,7 +348,7 @@ class GroupPool:
     def suspend(self, ranks: Sequence[int], how: str = "native") -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``: on all ranks, or on none.
 
-        *Collective* over ``ranks``, at six round trips to the store per rank, and only between
+        *Collective* over ``ranks``, at four round trips to the store per rank, and only between
         collectives. The ranks agree before the first group is suspended and after the last. The
         groups stay the same objects. One that its backend has suspended must not be used until
         ``resume``: neither torch nor this pool refuses a collective over it. No group can be
@@ -370,7 +378,9 @@ class GroupPool:
             Another rank raised, has other groups or another ``how``, or did not call this.
             After an error all groups are awake, on every rank.
         """
-        with _reporting_failures(), creating(ranks, self._timeout) as store:
+        call = f"suspend of {self.owner}"
+        timeout = self._timeout
+        with _reporting_failures(), creating(ranks, timeout) as store:
             with telling_others(lambda: ranks):
                 self._check_suspend(how)
             proposal = {
@@ -379,14 +389,17 @@ class GroupPool:
                 "epoch": self.agreement.epoch,
             }
             # NCCL waits for all members: a rank that will not suspend must be known before.
-            prepare(store, ranks, proposal, Policy(), Abilities(), self._timeout)
+            prepare(store, ranks, proposal, Policy(), Abilities(), timeout, call=call)
             suspension = Suspension()
             self.suspended = suspension
             try:
+                begin = time.monotonic()
                 with telling_others(lambda: ranks):
                     suspension.start(_label_of(self.groups), how)
+                seconds = time.monotonic() - begin
+                _log.info("%s: suspended in %.3f s: %s", call, seconds, suspension.report)
                 suspended = {**proposal, "suspended": True}
-                prepare(store, ranks, suspended, Policy(), Abilities(), self._timeout)
+                prepare(store, ranks, suspended, Policy(), Abilities(), timeout, call=call)
             except BaseException:
                 # abort() may have destroyed the groups meanwhile.
                 if self.suspended is suspension:
@@ -414,8 +427,10 @@ class GroupPool:
         """
         if self.suspended is None:
             raise RuntimeError(f"the groups of {self.owner} are not suspended.")
+        begin = time.monotonic()
         self.suspended.wake()
         self.suspended = None
+        _log.info("resume of %s: done in %.3f s", self.owner, time.monotonic() - begin)
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
         before = self.groups
@@ -443,7 +458,15 @@ class GroupPool:
                 function([*label_of], abort)
             except Exception as error:
                 _warn(f"{shown(function)} raised while groups are destroyed: {in_words(error)}")
+        begin = time.monotonic()
         reasons = closing.abort(label_of) if abort else closing.close(label_of)
+        _log.info(
+            "%s %d groups of %s in %.3f s",
+            "aborted" if abort else "destroyed",
+            len(label_of),
+            self.owner,
+            time.monotonic() - begin,
+        )
         for group, reason in reasons.items():
             _warn(f"rank {dist.get_rank()} could not destroy {label_of[group]}: {reason}")
 
