@@ -675,7 +675,9 @@ class Phase:
     def _adopted_decision(self) -> str:
         """Another rank has decided. It may have ended before it could set the outcome."""
         try:
-            return look_until(functools.partial(outcome_in, self.store), _UNTIL_SET, len(self.ranks))
+            return look_until(
+                functools.partial(outcome_in, self.store), _UNTIL_SET, len(self.ranks)
+            )
         except RuntimeError:
             decision = peek(self.store, "closed")
             outcome = decision.partition(" ")[2]

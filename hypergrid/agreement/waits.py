@@ -159,7 +159,9 @@ class Watch:
                 self._sign(word)
                 self._search()
             if self.waited >= self._next_warning:
-                self._next_warning = next(time for time in self._warning_times if time > self.waited)
+                self._next_warning = next(
+                    time for time in self._warning_times if time > self.waited
+                )
                 logs.warn(self._text(), _log)
         return None
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from compat import members_only
 from compat import parallel_state as ps
 from tests.support.forked import statuses
 
@@ -35,7 +36,7 @@ class Case(NamedTuple):
 
     world: int
     victim: int
-    fate: str  # killed, stopped, late
+    fate: str  # killed, killed inside (it has arrived, and creates its groups), stopped, late
     delay: float
 
 
@@ -61,6 +62,8 @@ def _rank(rank: int, case: Case, port: int, file: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         if case.fate == "late":
             time.sleep(LATE)
+        if case.fate == "killed inside":
+            dist.new_group = members_only(lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     begin = time.monotonic()
     try:
         ps.initialize_model_parallel(distributed_timeout_minutes=3)
@@ -113,7 +116,8 @@ def _free_port() -> int:
 def _judged(case: Case, folder: Path) -> str:
     wrong = []
     for rank in range(case.world):
-        if rank == case.victim and case.fate == "killed":
+        is_killed = case.fate.startswith("killed")
+        if rank == case.victim and is_killed:
             continue
         file = folder / str(rank)
         if not file.exists():
@@ -121,7 +125,7 @@ def _judged(case: Case, folder: Path) -> str:
             wrong.append(f"rank {rank} did not end: {log}")
             continue
         heard, seconds = json.loads(file.read_text())
-        if case.fate != "killed":
+        if not is_killed:
             if heard:
                 wrong.append(f"rank {rank} heard of a rank that lives: {heard}")
             continue
