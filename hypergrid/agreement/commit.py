@@ -113,7 +113,8 @@ def prepare(
 
     Each rank adds a digest to one sum in the store; the last one sees from it whether all are
     equal. With phase 2 that costs four round trips to the store per rank, a fifth at a process's
-    first, and one for each look of a rank that waits; proposals are written and read only if they differ.
+    first, and one for each further look of a rank that waits; proposals are written and read only
+    if they differ.
     ``HYPERGRID_AGREEMENT=0`` on all ranks leaves the comparison out.
 
     ``store`` is that of ``creating``; ``ranks`` ascend, with this one. JSON can hold what is in
@@ -674,10 +675,9 @@ class Phase:
 
     def _adopted_decision(self) -> str:
         """Another rank has decided. It may have ended before it could set the outcome."""
+        look = functools.partial(outcome_in, self.store)
         try:
-            return look_until(
-                functools.partial(outcome_in, self.store), _UNTIL_SET, len(self.ranks)
-            )
+            return look_until(look, _UNTIL_SET, len(self.ranks))
         except RuntimeError:
             decision = peek(self.store, "closed")
             outcome = decision.partition(" ")[2]

@@ -1,8 +1,9 @@
 """Ranks that wait for others: they say for whom, and find those whose process has ended.
 
 A rank looks at the store until all have arrived in a phase. ``Watch`` is what it does beside that:
-after some seconds it writes down where it is, and the lowest of those that wait speaks for all. In a
-thread it goes on while torch blocks this rank: others may wait for it, or it for them.
+after some seconds it writes down where it is, and the lowest of those that wait speaks for all.
+``beside`` goes on with that in a thread while torch blocks this rank: others may wait for it, or it
+for them.
 """
 
 from __future__ import annotations
@@ -159,9 +160,8 @@ class Watch:
                 self._sign(word)
                 self._search()
             if self.waited >= self._next_warning:
-                self._next_warning = next(
-                    time for time in self._warning_times if time > self.waited
-                )
+                while self._next_warning <= self.waited:
+                    self._next_warning = next(self._warning_times)
                 logs.warn(self._text(), _log)
         return None
 

@@ -71,8 +71,11 @@ def _rank(rank: int, case: Case, port: int, file: Path) -> None:
     except Exception as error:
         heard = f"{type(error).__name__}: {error}"
     file.write_text(json.dumps([heard, time.monotonic() - begin - case.delay]))
-    if rank == 0:  # the others read from its store
-        time.sleep(8)
+    end = time.monotonic() + 8
+    while rank == 0 and time.monotonic() < end:  # the others read from its store
+        time.sleep(0.2)
+        if sum(path.name.isdecimal() for path in file.parent.iterdir()) == case.world:
+            break
 
 
 def try_case(case: Case) -> str:
