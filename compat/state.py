@@ -242,7 +242,7 @@ class ParallelState:
         window = span_of(planned.participants)
         return (
             f"{self.name} has groups on ranks {window} only, and rank {dist.get_rank()} is not one "
-            f"of them"
+            f"of them."
         )
 
     def _put_stages(self, request: Request) -> None:
@@ -323,7 +323,11 @@ class ParallelState:
         self._forget()
         if self.is_destroyed:
             name = self.name or "the state with its groups"
-            self._put({"_absence": f"{name} was destroyed, and its groups with it"})
+            text = (
+                f"{name} was destroyed, and its groups with it. Call initialize_model_parallel() "
+                f"or ParallelState.create() for new ones."
+            )
+            self._put({"_absence": text})
 
     @contextmanager
     def activate(self) -> Iterator[ParallelState]:

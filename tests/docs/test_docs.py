@@ -188,7 +188,7 @@ def test_every_figure_of_the_readme_is_in_the_bench_or_computed():
 
 def test_the_hang_of_the_readme_is_the_one_of_its_page():
     outputs = [block for block in BLOCKS_OF_PAGE[ROOT / "README.md"] if "output" in block.comments]
-    (diagnosed,) = outputs
+    diagnosed, _ = outputs
     assert diagnosed.text.strip() in (ROOT / "docs" / "hangs.md").read_text()
 
 

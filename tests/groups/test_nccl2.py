@@ -99,7 +99,7 @@ def test_a_split_group_has_the_hooks_that_torch_attaches_to_its_own(rank):
     with mock.patch.object(c10d, "HealthCheckHook", mock.Mock(attach=health)):
         (group,) = creation.by_world("split", "A", [(0, 1), (2, 3)], "epoch")
     assert health.call_args.args == (group,) and group in c10d._world.pg_flight_recorder_hooks
-    closing.close([group])
+    closing.close({group: "a group"})
     assert group not in c10d._world.pg_flight_recorder_hooks
 
 

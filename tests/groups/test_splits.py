@@ -86,7 +86,7 @@ def test_a_split_has_options_and_entries_of_new_group_and_leaves_the_default_alo
     assert of_split._timeout == timedelta(minutes=7)
     assert (of_default._timeout, of_default.group_name) == (timedelta(minutes=30), "0")
     if rank == 0:
-        assert closing.close([split]) == {}
+        assert closing.close({split: "a split"}) == {}
         assert split not in world.pg_map and [split] not in world.tags_to_pg.values()
 
 
