@@ -203,11 +203,15 @@ def all_or_none(
         raise_if_waits_ended()  # nothing is to wait any more, also not for the store
         reason = str(error) if isinstance(error, CreationError) else in_words(error)
         first = reason
-        with suppress(Exception):  # the failure itself is what the caller must see
+        try:
             phase.arrive(_FAILED)
             phase.publish(reason, early=True)
             first = phase.outcome(timeout, absent)
             phase.leave_after_a_failure(store, all_come=True)
+        except dist.DistNetworkError:  # another rank may have failed for that, and cannot say so
+            first = "The store through which ranks agree is lost: what serves it has ended."
+        except Exception:  # the failure itself is what the caller must see
+            first = reason
         # A rank that only waited for this one is no cause of this one's failure.
         only_waited = NO_ADDRESS in first and NO_ADDRESS not in reason
         if isinstance(error, CreationError) and first != reason and not only_waited:
