@@ -19,6 +19,7 @@ from hypergrid.groups import creation
 from hypergrid.groups.grid import BASE
 from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
+from hypergrid.messages import Sentence
 
 # Names of stock's module that outside code reads and replaces.
 HAVE_ABSL = find_spec("absl") is not None
@@ -155,8 +156,10 @@ class HyperCommGrid:
         key, spec, ordered_dims = self._find(dims, view)
         if key in self._pgs:
             raise KeyError(
-                f"Process group {dims}{_in_view(key)} has already been created, perhaps with other "
-                f"options. Call get_pg() to get it."
+                Sentence(
+                    f"Process group {dims}{_in_view(key)} has already been created, perhaps with "
+                    f"other options. Call get_pg() to get it."
+                )
             )
         ranks = self._enumerate(spec, ordered_dims)
         # Shared dims of a view are those of the grid itself.
@@ -174,8 +177,11 @@ class HyperCommGrid:
         key, _, ordered_dims = self._find(dims, view)
         if key not in self._pgs:
             raise KeyError(
-                f"Process group for {'-'.join(ordered_dims)}{_in_view(key)} hasn't been created: "
-                f"call create_pg() on every rank of the grid first. Existing: {list(self._pgs)}."
+                Sentence(
+                    f"Process group for {'-'.join(ordered_dims)}{_in_view(key)} hasn't been "
+                    f"created: call create_pg() on every rank of the grid first. Existing: "
+                    f"{list(self._pgs)}."
+                )
             )
         return self._pgs[key]
 
@@ -264,8 +270,10 @@ class HyperCommGrid:
             name = BASE
         if name not in self._views:
             raise KeyError(
-                f"View {name!r} is not registered: call register_view() first. Known: "
-                f"{list(self._views)}."
+                Sentence(
+                    f"View {name!r} is not registered: call register_view() first. Known: "
+                    f"{list(self._views)}."
+                )
             )
         return self._views[name]
 

@@ -19,6 +19,7 @@ import hypergrid
 from compat import swap
 from compat.swap import order, shadow
 from compat.transformer_engine.process import warn_of_an_empty_package
+from hypergrid import logs
 from hypergrid.policy import CHOICES, take_flag
 
 EPILOG = """\
@@ -26,6 +27,7 @@ environment variables, for launchers whose command line is fixed:
   HYPERGRID_ORDER=tp-cp-pp-dp  as --order        HYPERGRID_SWAP=0    as --no-swap
   HYPERGRID_REPORT=1           as --report       HYPERGRID_SHARE=all as --share all, and so on
   HYPERGRID_RECORD=DIR         every rank leaves there what `hypergrid diagnose` reads of a hang
+  HYPERGRID_LOG=INFO           as --log INFO
   HYPERGRID_AUDIT=DIR          as --audit DIR    HYPERGRID_SHADOW=1  as --shadow; =strict
   PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
                                swaps in every Python that starts, without this launcher
@@ -70,6 +72,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     for name, choices in CHOICES.items():
         parser.add_argument(f"--{name}", choices=choices, help=f"as HYPERGRID_{name.upper()}")
+    parser.add_argument(
+        "--log", choices=logs.LEVELS, help="print phases (INFO), or each group and call (DEBUG)"
+    )
     for name, effect in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=effect)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
@@ -116,7 +121,7 @@ def _installer(options: argparse.Namespace) -> Callable[[], None] | None:
         )
     if is_shadow:
         switched_off_by = "--shadow"
-    for name in ("order", "audit", *CHOICES, "report", "plan"):
+    for name in ("order", "audit", "log", *CHOICES, "report", "plan"):
         value = getattr(options, name)
         if value in (None, False):
             continue
@@ -126,6 +131,7 @@ def _installer(options: argparse.Namespace) -> Callable[[], None] | None:
             )
         if name != "plan":
             take_flag(name, "1" if value is True else value)
+    logs.print_as_set()
     if is_shadow:
         return shadow.install
     if switched_off_by:

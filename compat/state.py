@@ -46,6 +46,7 @@ from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.groups.suspension import Suspended
+from hypergrid.messages import span_of
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import outermost
 
@@ -89,7 +90,8 @@ def empty_values(request: Request | None = None) -> Values:
     """The values of a state that has no group yet, besides upstream's globals that are None.
 
     Of the getters' own there are: ``_numbers``, this rank's place in each group and the group's
-    size; ``_tp`` and ``_pp``, the group with both; whether a rank may be in several pipelines; and
+    size; ``_tp`` and ``_pp``, the group with both; ``_absence``, why this rank has no groups, if it
+    is not that none were made yet; whether a rank may be in several pipelines; and
     whether each grid has an axis gtp_remat. Releases without it have one global where later ones
     have two, and code for them writes that one: only a state with the axis has the other there.
     """
@@ -99,6 +101,7 @@ def empty_values(request: Request | None = None) -> Values:
             values[row.slot] = []
     values["_numbers"] = {}
     values["_tp"] = values["_pp"] = _NO_GROUP
+    values["_absence"] = ""
     values["_several"] = RELEASE_HAS["splits"]
     values["_gtp_remat"] = values["_expert_gtp_remat"] = RELEASE_HAS["gtp_remat"]
     if request is not None:
@@ -128,6 +131,7 @@ class ParallelState:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
+        self.is_destroyed = False
         # Without __name__: torch.compile would ask the module of that name instead.
         self._values: Values = {"__builtins__": __builtins__}
         self._forget()
@@ -214,6 +218,9 @@ class ParallelState:
                 self.request = request
                 self.planned = planned
                 self._grid = grid
+                self.is_destroyed = False
+                if grid.pool is None:
+                    values["_absence"] = self._outside_in_words(planned)
                 created = values.pop("_global_process_group_list")
                 self._put(values)
                 if created:  # behind those that create_group made before
@@ -230,6 +237,13 @@ class ParallelState:
             except BaseException:
                 grid.destroy(abort=True)
                 raise
+
+    def _outside_in_words(self, planned: PlannedRows) -> str:
+        window = span_of(planned.participants)
+        return (
+            f"{self.name} has groups on ranks {window} only, and rank {dist.get_rank()} is not one "
+            f"of them."
+        )
 
     def _put_stages(self, request: Request) -> None:
         stages = request.virtual_pipeline_model_parallel_size
@@ -263,6 +277,8 @@ class ParallelState:
         return self._grid
 
     def __repr__(self) -> str:
+        if self.is_destroyed:
+            return "ParallelState(destroyed)"
         if self.request is None:
             return "ParallelState(not initialized)"
         rank = -1  # in no layout
@@ -303,7 +319,15 @@ class ParallelState:
         release_megatrons(abort)
         if self._grid is not None:
             self._grid.destroy(abort=abort)
+        self.is_destroyed = self.is_destroyed or self.request is not None
         self._forget()
+        if self.is_destroyed:
+            name = self.name or "the state with its groups"
+            text = (
+                f"{name} was destroyed, and its groups with it. Call initialize_model_parallel() "
+                f"or ParallelState.create() for new ones."
+            )
+            self._put({"_absence": text})
 
     @contextmanager
     def activate(self) -> Iterator[ParallelState]:
@@ -316,9 +340,15 @@ class ParallelState:
         Raises
         ------
         RuntimeError
-            At the end, if an activation by another thread has not ended before this one.
+            The state was destroyed. At the end, if an activation by another thread has not ended
+            before this one.
         """
         global _last_ended
+        if self.is_destroyed:
+            raise RuntimeError(
+                f"{self.name or 'this state'} cannot be activated, as it was destroyed: create a "
+                f"new one by ParallelState.create()."
+            )
         before = _current
         make_current(self)
         _activated.append(self)

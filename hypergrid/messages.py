@@ -12,6 +12,13 @@ _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 _short.maxlevel = 3
 
 
+class Sentence(str):
+    """The text of a KeyError, which shows others as Python writes strings: in quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def shown(value: object) -> str:
     """``repr(value)`` cut short, so that no value from outside can flood or break a message."""
     try:

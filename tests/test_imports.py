@@ -17,7 +17,7 @@ LEFT_OUT = {"hypergrid", "hypergrid.__main__"}
 ORDERS = {
     "hypergrid": (
         ("errors", "messages", "of_torch"),
-        ("files",),
+        ("files", "logs"),
         ("layout",),
         ("topology", "policy"),
         ("tree", "plan", "replicas"),

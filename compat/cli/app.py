@@ -106,13 +106,15 @@ def show(
     for path in (png, svg):
         if path is not None:
             drawn = offered if view is None and by is None else [name]
-            _write_picture(subject, path, drawn, by)
+            with prints.working(f"Drawing {path}"):
+                _write_picture(subject, path, drawn, by)
     if html is not None:
         if "decoder" not in subject.plan.layouts:
             offered = list(subject.plan.layouts)
         # The page opens on the first one.
         offered = [name, *(other for other in offered if other != name)]
-        _write_page(subject, html, offered, by)
+        with prints.working(f"Writing {html}"):
+            _write_page(subject, html, offered, by)
     written = [str(path) for path in (html, png, svg) if path not in (None, _PRINTED)]
     if written:
         # Behind a page on standard output nothing may follow.
@@ -127,16 +129,17 @@ def show(
     if by is None:
         by = "tp" if "tp" in long_dims else long_dims[0]
     # All lines first, so that an error comes before any output.
-    lines = list(
-        table(
-            layout,
-            subject.ranks_per_host,
-            by,
-            only=_numbers(hosts),
-            width=prints.console().width,
-            within=subject.within,
+    with prints.working("Laying out the table"):
+        lines = list(
+            table(
+                layout,
+                subject.ranks_per_host,
+                by,
+                only=_numbers(hosts),
+                width=prints.console().width,
+                within=subject.within,
+            )
         )
-    )
     out = prints.head(subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)
@@ -188,7 +191,8 @@ def check(
         )
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
-    ranking = ranked_orders(subject.order, subject.layouts_in, places)
+    with prints.working("Ranking all orders"):
+        ranking = ranked_orders(subject.order, subject.layouts_in, places)
     requested = next(ranked for ranked in ranking if ranked.order == subject.order)
     better = []
     for ranked in ranking:
@@ -386,15 +390,16 @@ def _verified(
     for job, command_of_job in started(source, world_size=world_size):
         order = job.arguments.get("order")
         launch = taken_apart(command_of_job.words)
-        changed, report = verify_line(
-            launch.script or "",
-            launch.words,
-            job.world_size,
-            checkout,
-            order=order,
-            allow=allow,
-            keep=keep,
-        )
+        with prints.working("Training steps on one rank and in the layout"):
+            changed, report = verify_line(
+                launch.script or "",
+                launch.words,
+                job.world_size,
+                checkout,
+                order=order,
+                allow=allow,
+                keep=keep,
+            )
         if as_json:
             prints.as_json({"changed": changed, **report.as_dict()})
         else:

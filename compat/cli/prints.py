@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.padding import Padding
-from rich.progress import Progress
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -319,6 +319,24 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=total, refresh=refresh)
 
         yield update
+
+
+@contextmanager
+def working(title: str) -> Iterator[None]:
+    """A line that moves on standard error, if that is a terminal, while what is inside takes long.
+
+    A thread draws it: what is inside must not fork this process.
+    """
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    line = Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with line:
+        line.add_task(title, total=None)
+        yield
 
 
 def diagnosis(result: Diagnosis) -> None:

@@ -96,6 +96,7 @@ def _commit_of(
         request.timeout,
         request.init_count,
         one_device=not through_helpers,
+        call="initialize_model_parallel",
     )
 
 

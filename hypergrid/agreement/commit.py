@@ -6,21 +6,24 @@ sees whether all are equal, and all get the ``Agreement``: an epoch for the name
 the way of creation. In phase 2, ``all_or_none``, each arrives when it has its groups.
 
 Both phases are a ``Phase``: arrivals are counted in one number at the store, and one outcome is
-published for all. On success a phase costs three round trips: to arrive, to wait and to read.
+published for all. On success a phase costs two round trips, to arrive and to see the outcome, and
+a further one for each look of a rank that waits (``waits``).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 import secrets
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,15 +41,22 @@ from hypergrid.agreement.store import (
     forget_lines,
     interval,
     lines,
+    look_until,
     noticing_a_dead_link,
     peek,
     raise_if_waits_ended,
     shared_store,
     stay_until,
     telling_of_a_lost_store,
-    wait,
 )
-from hypergrid.agreement.waits import Creation, creations
+from hypergrid.agreement.waits import (
+    Creation,
+    Watch,
+    beside,
+    creations,
+    outcome_in,
+    publish_outcome,
+)
 from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.messages import in_words, shortened, span_of
 from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
@@ -59,6 +69,7 @@ _ROLL_CALL = "roll call"  # an outcome: a rank is missing, and each answers
 _FOR_REPORTS = timedelta(seconds=30)  # that ranks wait for the rank that decides on the reports
 _UNTIL_SET = timedelta(seconds=4)  # that ranks wait for the outcome of a rank that has decided
 _SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -96,19 +107,22 @@ def prepare(
     abilities: Abilities,
     timeout: timedelta | None = None,
     life: int | None = None,
+    call: str = "creating groups",
 ) -> Agreement:
     """Phase 1: compare the proposals and abilities of ``ranks``. *Collective* over them.
 
     Each rank adds a digest to one sum in the store; the last one sees from it whether all are
-    equal. With phase 2 that costs six round trips to the store per rank, and a seventh at a
-    process's first; proposals are written and read only if they differ.
+    equal. With phase 2 that costs four round trips to the store per rank, a fifth at a process's
+    first, and one for each further look of a rank that waits; proposals are written and read only
+    if they differ.
     ``HYPERGRID_AGREEMENT=0`` on all ranks leaves the comparison out.
 
     ``store`` is that of ``creating``; ``ranks`` ascend, with this one. JSON can hold what is in
     the ``proposal``. The ``policy`` is compared too; its "auto" is the best way that all ranks
     support. ``timeout`` is for the last rank to arrive, by default 30 minutes. Where a rank is in
     one window at a time, ``life`` is this process's n-th one: windows that overlap in the same life
-    are refused, as one would wait for the ranks of the other.
+    are refused, as one would wait for the ranks of the other. ``call`` is what ranks do together,
+    for messages of one that waits.
 
     Raises
     ------
@@ -122,13 +136,23 @@ def prepare(
         epoch = f"{span_of(ranks)}/alone/{memory.count_alone(ranks)}"
         return accept(choose(epoch, policy, [abilities]))
     timeout = _bounded(timeout)
+    begin = time.monotonic()
     with telling_of_a_lost_store():
-        round_ = _Round(store, ranks, memory, life)
+        round_ = _Round(store, ranks, memory, life, call)
         refused = memory.refused.get(round_.span)
         if refused is not None:  # the other ranks do not know it yet: this call is theirs
             refused.outcome(timeout)
         round_.arrive({**proposal, **asdict(policy), "hypergrid": __version__}, abilities, policy)
-        return accept(round_.outcome(timeout))
+        agreement = accept(round_.outcome(timeout))
+    _log.info(
+        "%s: ranks %s agreed in %.3f s, epoch %s, created by %s",
+        call,
+        round_.span,
+        time.monotonic() - begin,
+        agreement.epoch,
+        agreement.way,
+    )
+    return agreement
 
 
 def _bounded(timeout: timedelta | None) -> timedelta:
@@ -140,7 +164,11 @@ def _bounded(timeout: timedelta | None) -> timedelta:
 
 @contextmanager
 def all_or_none(
-    store: Store | None, epoch: str, ranks: Sequence[int], timeout: timedelta | None
+    store: Store | None,
+    epoch: str,
+    ranks: Sequence[int],
+    timeout: timedelta | None,
+    call: str = "creating groups",
 ) -> Iterator[None]:
     """Phase 2: all ``ranks`` create the groups that are created inside, or every rank raises.
 
@@ -150,31 +178,40 @@ def all_or_none(
     Raises
     ------
     CreationError
-        Another rank failed, or did not finish within ``timeout`` and a little.
+        Another rank failed, has ended, or did not finish within ``timeout`` and a little.
     """
     if store is None:
         yield
         return
     timeout = _bounded(timeout)
     rank = dist.get_rank()
-    phase = Phase(PrefixStore(f"hypergrid/{epoch}/commit", store), ranks, rank)
+    commit_store = PrefixStore(f"hypergrid/{epoch}/commit", store)
+    phase = Phase(commit_store, ranks, rank, call=call, done="have created their groups")
 
     def absent(missing: str) -> str:
         return f"{missing} did not finish creating groups within {timeout}. Look at their logs."
 
-    creation = Creation(phase.store, rank)
+    watch = phase.watch
+    watch.timeout = timeout
+    watch.label = "its first group"
+    creation = Creation(phase.store, rank, watch)
     creations.append(creation)
     try:
-        yield
+        with beside(phase.look):
+            yield
     except BaseException as error:
         raise_if_waits_ended()  # nothing is to wait any more, also not for the store
         reason = str(error) if isinstance(error, CreationError) else in_words(error)
         first = reason
-        with suppress(Exception):  # the failure itself is what the caller must see
+        try:
             phase.arrive(_FAILED)
             phase.publish(reason, early=True)
             first = phase.outcome(timeout, absent)
             phase.leave_after_a_failure(store, all_come=True)
+        except dist.DistNetworkError:  # another rank may have failed for that, and cannot say so
+            first = "The store through which ranks agree is lost: what serves it has ended."
+        except Exception:  # the failure itself is what the caller must see
+            first = reason
         # A rank that only waited for this one is no cause of this one's failure.
         only_waited = NO_ADDRESS in first and NO_ADDRESS not in reason
         if isinstance(error, CreationError) and first != reason and not only_waited:
@@ -183,6 +220,7 @@ def all_or_none(
         raise
     finally:
         creations.remove(creation)
+    begin = time.monotonic()
     with telling_of_a_lost_store():
         if phase.arrive() == len(ranks) and phase.all_equal(0):
             phase.publish("")
@@ -197,6 +235,7 @@ def all_or_none(
             f"rank {rank} rolled back its groups, as another rank could not create its own: "
             f"{failure}"
         )
+    _log.info("%s: confirmed by all ranks in %.3f s", call, time.monotonic() - begin)
 
 
 # Held by the one thread of this process that agrees or creates, which may nest such calls.
@@ -341,12 +380,18 @@ class _Round:
     """
 
     def __init__(
-        self, store: Store, ranks: Sequence[int], memory: _Memory, life: int | None = None
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        memory: _Memory,
+        life: int | None = None,
+        call: str = "creating groups",
     ) -> None:
         self.store = store
         self.ranks = ranks
         self.memory = memory
         self.life = life
+        self.call = call
         self.rank = dist.get_rank()
         self.span = span_of(ranks)
         self.window_store = PrefixStore(f"hypergrid/{self.span}", store)
@@ -359,8 +404,8 @@ class _Round:
 
     def _phase(self, number: int) -> Phase:
         store = PrefixStore(f"{number}/prepare", self.window_store)
-        begin_next_round = partial(self.window_store.add, "round", 1)
-        return Phase(store, self.ranks, self.rank, begin_next_round)
+        begin_next_round = functools.partial(self.window_store.add, "round", 1)
+        return Phase(store, self.ranks, self.rank, begin_next_round, _as_error, self.call)
 
     def arrive(self, proposal: dict[str, Any], abilities: Abilities, policy: Policy) -> None:
         """Arrive with what this rank proposes; the last of all publishes the outcome."""
@@ -428,7 +473,7 @@ class _Round:
                 continue
             overlaps = True
             error = reports.overlap(common, self.span, span_of(ranks))
-            outcome = json.dumps({"error": error})
+            outcome = _as_error(error)
             other = _Round(self.store, ranks, self.memory)
             if other.window_store.add("round", 0) == number:  # it waits; else it has its groups
                 other._phase(number).publish(outcome, early=True)
@@ -437,18 +482,17 @@ class _Round:
 
     def wait(self, patience: timedelta) -> dict[str, Any]:
         """The decision, if it comes within ``patience``; else RuntimeError, and no roll call."""
-        wait(self.phase.store, ["outcome"], patience)
+        look_until(functools.partial(outcome_in, self.phase.store), patience)
         return self.outcome(patience)
 
     def outcome(self, timeout: timedelta) -> dict[str, Any]:
         """The decision; after ``timeout``, the ranks that are missing."""
 
         def absent(missing: str) -> str:
-            error = (
+            return (
                 f"{missing} did not reach group creation within {timeout}. Look at their logs, or "
                 f"give them more time by distributed_timeout_minutes, or by the timeout of a grid."
             )
-            return json.dumps({"error": error})
 
         try:
             text = self.phase.outcome(timeout, absent, self._compare)
@@ -458,7 +502,7 @@ class _Round:
                 f"there. Call it on all ranks."
             )
             with suppress(RuntimeError):  # the store is lost
-                self.phase.publish(json.dumps({"error": error}), early=True)
+                self.phase.publish(_as_error(error), early=True)
             raise
         finally:
             self.memory.rounds[self.span] = self.number + 1
@@ -482,25 +526,43 @@ class _Round:
         reported = reports.entries(self.phase.store)
         error = reports.difference(reported, self.span)
         if error:
-            return json.dumps({"error": error})
+            return _as_error(error)
         abilities = [Abilities(**entry.abilities) for entry in reported]
         return json.dumps(choose(self.epoch, self.policy, abilities))
+
+
+def _as_error(text: str) -> str:
+    """The outcome of a round that fails."""
+    return json.dumps({"error": text})
 
 
 class Phase:
     """One tally of a window: which ranks arrived, whether all said the same, what came of it.
 
     ``store`` is for this phase alone. The rank that publishes the outcome calls ``closing`` before
-    it can be read.
+    it can be read. ``as_error`` makes an outcome of the text of an error. ``call``, ``done`` and
+    ``all_connected`` are those of its ``Watch``.
     """
 
     def __init__(
-        self, store: Store, ranks: Sequence[int], rank: int, closing: Callable[[], object] = bool
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        rank: int,
+        closing: Callable[[], object] = bool,
+        as_error: Callable[[str], str] = str,
+        call: str = "creating groups",
+        done: str = "are here",
+        all_connected: bool = True,
     ) -> None:
         self.store = store
         self.ranks = ranks
         self.rank = rank
+        self.call = call
+        self._done = done
+        self._all_connected = all_connected
         self._closing = closing
+        self._as_error = as_error
         # One number of 62 bits holds the arrivals and, above them, the sum of the digests. For
         # 8 ranks: 6 bits count up to 8, as many again when the tally is closed, and late ones;
         # 52 bits of each digest are added, whose sum has 56.
@@ -522,6 +584,8 @@ class Phase:
         else:
             amount -= self._share_of_sum(replaced_digest)  # the dead process has been counted
         self._tally = self.store.add("arrived", amount)
+        self.watch.label = ""
+        _log.debug("%s: %d of %d ranks have arrived", self.call, self._arrivals, len(self.ranks))
         if self._arrivals > len(self.ranks):  # closed: nobody is to wait for this rank to read it
             self.store.add("arrived", -amount)
         return self._arrivals
@@ -555,7 +619,8 @@ class Phase:
         if early:
             self._tally = self.store.add("arrived", len(self.ranks))
         self._closing()
-        self.store.set("outcome", outcome)
+        publish_outcome(self.store, outcome)
+        _log.debug("%s: published the outcome %s", self.call, outcome)
         return True
 
     def outcome(
@@ -566,31 +631,66 @@ class Phase:
     ) -> str:
         """Wait for the outcome; after ``timeout`` this rank calls the roll.
 
-        ``absent`` makes the outcome if ranks are missing, which it is given in words; ``compared``
+        ``absent`` makes the error if ranks are missing, which it is given in words; ``compared``
         gives the outcome if ranks differ.
         """
         try:
-            wait(self.store, ["outcome"], timeout, len(self.ranks))
+            self.watch.timeout = timeout
+            outcome = look_until(self.look, timeout, len(self.ranks))
         except RuntimeError:
             if self.publish(_ROLL_CALL, early=True):
                 return self._call_roll(absent)
-            self._adopt_decision()
-        outcome = peek(self.store, "outcome")
+            outcome = self._adopted_decision()
         if outcome == _ROLL_CALL:
             self._some_are_absent = True
             reports.answer(self.store, self.rank)
-            return self.final(lambda: absent(reports.missing(self.store, self.ranks)))
+            return self.final(lambda: self._absence(absent))
         if outcome == _COMPARE:
             return compared()
         return outcome
 
-    def _adopt_decision(self) -> None:
+    @functools.cached_property
+    def watch(self) -> Watch:
+        """This rank's wait for the others, from the beginning of the phase on."""
+        return Watch(
+            self.store,
+            self.ranks,
+            self.rank,
+            self.call,
+            self._count,
+            self._done,
+            self._all_connected,
+        )
+
+    def look(self) -> str | None:
+        """The outcome, None while there is none; this rank says for whom it waits.
+
+        A rank that has ended makes the phase fail for all.
+        """
+        outcome = self.watch.look()
+        if outcome is None and self.watch.ended:
+            self.publish(self._as_error(self.watch.ended_in_words()), early=True)
+        return outcome
+
+    def _count(self) -> int:
+        """How many ranks have arrived by now."""
+        self._tally = self.store.add("arrived", 0)
+        return self._arrivals
+
+    def _adopted_decision(self) -> str:
         """Another rank has decided. It may have ended before it could set the outcome."""
+        look = functools.partial(outcome_in, self.store)
         try:
-            wait(self.store, ["outcome"], _UNTIL_SET, len(self.ranks))
+            return look_until(look, _UNTIL_SET, len(self.ranks))
         except RuntimeError:
             decision = peek(self.store, "closed")
-            self.store.set("outcome", decision.partition(" ")[2])
+            outcome = decision.partition(" ")[2]
+            publish_outcome(self.store, outcome)
+            return outcome
+
+    def _absence(self, absent: Callable[[str], str]) -> str:
+        missing = reports.missing(self.store, self.ranks)
+        return self._as_error(absent(missing))
 
     def _call_roll(self, absent: Callable[[str], str]) -> str:
         self._some_are_absent = True
@@ -598,7 +698,7 @@ class Phase:
         # Closing has added as many arrivals as there are ranks.
         arrived = self._arrivals - len(self.ranks)
         reports.wait_for_answers(self.store, arrived, self._patience)
-        outcome = absent(reports.missing(self.store, self.ranks))
+        outcome = self._absence(absent)
         self.store.set("final", outcome)
         return outcome
 
@@ -613,8 +713,12 @@ class Phase:
 
     def final(self, decide: Callable[[], str]) -> str:
         """The outcome that one rank decides on the reports of all."""
+
+        def look() -> str | None:
+            return peek(self.store, "final") or None
+
         try:
-            wait(self.store, ["final"], _FOR_REPORTS, len(self.ranks))
+            return look_until(look, _FOR_REPORTS, len(self.ranks))
         except RuntimeError:  # the rank that was to decide has ended meanwhile
             self.store.set("final", decide())
         return peek(self.store, "final")
@@ -627,8 +731,7 @@ class Phase:
         self.store.add("read", 1)
 
         def all_read() -> bool:
-            self._tally = self.store.add("arrived", 0)
-            expected = self._arrivals
+            expected = self._count()
             if expected > len(self.ranks):  # closed, which has added as many as there are ranks
                 expected -= len(self.ranks)
             if all_come and not self._some_are_absent:

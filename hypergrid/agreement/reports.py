@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import append, forget, forget_lines, lines
-from hypergrid.agreement.waits import WAITING
+from hypergrid.agreement.waits import PLACES, WAITING
 from hypergrid.messages import few, one_line, shown_apart, some_of
 
 _KEYS = (
@@ -29,6 +29,7 @@ _KEYS = (
     "entries",
     "told",
     WAITING,
+    PLACES,
     "final",
     "read",
 )
@@ -170,8 +171,8 @@ def clear_before(store: Store, epoch: str) -> None:
         for line in lines(prepare, "entries"):
             digest, _ = json.loads(line)
             forget(prepare, f"of/{digest}")
-        forget_lines(prepare, "entries", "present")
+        forget_lines(prepare, "entries", "present", PLACES)
         forget(prepare, *_KEYS)
         commit = PrefixStore(f"hypergrid/{span}/{earlier}/commit", store)
-        forget_lines(commit, "present", WAITING)
+        forget_lines(commit, "present", WAITING, PLACES)
         forget(commit, *_KEYS)

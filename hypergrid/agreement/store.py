@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -22,7 +22,11 @@ from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.messages import in_words
 
 _DESCRIPTORS = "/proc/self/fd"
-_IN_STORE = timedelta(seconds=3)  # then by looking: torch logs two lines for each wait in vain
+_GIVEN_UP_AFTER = 3.0  # seconds of a wait after which a rank asks whether it is in vain
+_NO_VALUE = "?"
+_FIRST_PAUSE = 0.0005  # seconds between the first two looks of a rank that waits
+_LOOKS_A_SECOND = 20_000  # by all ranks together: a fifth of what a TCPStore can answer
+T = TypeVar("T")
 
 
 class _Thread(threading.local):
@@ -85,38 +89,58 @@ def raise_if_waits_ended() -> None:
 
 
 def interval(ranks: int) -> float:
-    """Seconds between two looks of a rank, where ``ranks`` wait at one store."""
-    return min(5.0, max(0.5, ranks / 20_000))
+    """The most seconds between two looks of a rank, where ``ranks`` wait at one store."""
+    return min(5.0, max(0.5, ranks / _LOOKS_A_SECOND))
+
+
+def look_until(look: Callable[[], T | None], timeout: timedelta, ranks: int = 1) -> T:
+    """What ``look`` gives once that is not None; DistStoreError after ``timeout``, AbortedError.
+
+    The longer a rank has waited the less often it looks, and the less often the more ``ranks`` wait
+    at one store. Of 64 ranks that have waited for 0.4 s each looks after a further 0.1 s. A wait
+    inside the store would be a single call, but torch logs two lines for each that is in vain,
+    and until its end neither an abort nor another thread gets at the store.
+    """
+    begin = time.monotonic()
+    while True:
+        raise_if_waits_ended()
+        found = look()
+        if found is not None:
+            return found
+        waited = time.monotonic() - begin
+        left = timeout.total_seconds() - waited
+        if left <= 0:
+            raise dist.DistStoreError(f"nothing came within {timeout}.")
+        pause = max(_FIRST_PAUSE, ranks / _LOOKS_A_SECOND, waited / 4)
+        _sleep(min(pause, interval(ranks), left))
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep in short steps: an abort ends the wait soon."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        raise_if_waits_ended()
+        time.sleep(min(0.5, max(0, end - time.monotonic())))
 
 
 def wait(
-    store: Store,
-    keys: list[str],
-    timeout: timedelta,
-    ranks: int = 1,
-    given_up: Callable[[], bool] = bool,
+    store: Store, keys: list[str], timeout: timedelta, ranks: int, given_up: Callable[[], bool]
 ) -> None:
-    """Wait for ``keys``, as ``ranks`` do; RuntimeError after ``timeout``, and AbortedError.
+    """Wait for ``keys``, as ``ranks`` do; DistStoreError after ``timeout``, and AbortedError.
 
-    The more ranks wait, the less often each of them looks: they share one store. RuntimeError also
-    when ``given_up`` says that the keys will not come.
+    DistStoreError also when ``given_up``, which is asked after three seconds, says that the keys
+    will not come.
     """
-    end = time.monotonic() + timeout.total_seconds()
-    raise_if_waits_ended()
-    try:
-        store.wait(keys, min(timeout, _IN_STORE))
-    except RuntimeError:
-        # The store's own wait is over: look from time to time until the timeout.
-        while not store.check(keys):
-            if given_up():
-                raise
-            next_look = time.monotonic() + interval(ranks)
-            # In short steps: an abort ends the wait soon.
-            while time.monotonic() < next_look:
-                raise_if_waits_ended()
-                if time.monotonic() >= end:
-                    raise
-                time.sleep(min(0.5, max(0, next_look - time.monotonic())))
+    begin = time.monotonic()
+
+    def look() -> bool | None:
+        if store.check(keys):
+            return True
+        if time.monotonic() - begin > _GIVEN_UP_AFTER and given_up():
+            raise dist.DistStoreError("others have given up.")
+        return None
+
+    look_until(look, timeout, ranks)
 
 
 def forget(store: Store, *keys: str) -> None:
@@ -127,12 +151,15 @@ def forget(store: Store, *keys: str) -> None:
 
 
 def peek(store: Store, key: str) -> str:
-    """The value of a key that exists, in one round trip where the store can; ``get`` costs two."""
+    """The value of a key, "" if it has none; in one round trip where the store can."""
     try:
-        value: bytes = store.compare_set(key, "?", "?")
+        value: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)  # which a missing key gives too
     except (AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
+        if not store.check([key]):
+            return ""
         value = store.get(key)
-    return value.decode()
+    text = value.decode()
+    return "" if text == _NO_VALUE else text
 
 
 def first_value(store: Store, key: str, value: str) -> str:
@@ -167,8 +194,6 @@ def lines(store: Any, key: str) -> list[str]:
     """The lines that have been appended so far."""
     if not store.has_extended_api():
         return [store.get(line_key).decode() for line_key in _line_keys(store, key)]
-    if not store.check([key]):  # to read it would wait until somebody appends
-        return []
     return peek(store, key).splitlines()
 
 
@@ -268,7 +293,7 @@ _connections_to: WeakKeyDictionary[Store, list[Descriptor]] = WeakKeyDictionary(
 def _connections(store: Store) -> list[socket.socket]:
     """Duplicates of this process's sockets whose other end is the store."""
     if store not in _connections_to:
-        _connections_to[store] = _descriptors_to(store)
+        _connections_to[store] = descriptors_to(store)
     connections = []
     for descriptor in _connections_to[store]:
         connection = duplicate(*descriptor)
@@ -277,7 +302,8 @@ def _connections(store: Store) -> list[socket.socket]:
     return connections
 
 
-def _descriptors_to(store: Store) -> list[Descriptor]:
+def descriptors_to(store: Store) -> list[Descriptor]:
+    """This process's sockets whose other end is the store; none where it is no ``TCPStore``."""
     served = innermost(store)
     if not hasattr(served, "port"):  # a store of files, or of one process
         return []
@@ -285,7 +311,7 @@ def _descriptors_to(store: Store) -> list[Descriptor]:
 
     def leads_there(connection: socket.socket) -> bool:
         host, port = connection.getpeername()[:2]
-        return port == served.port and _plain(host) in addresses
+        return port == served.port and plain(host) in addresses
 
     return sockets(leads_there, descriptors())
 
@@ -314,12 +340,13 @@ def innermost(store: Any) -> Any:
 def _addresses(host: str) -> set[str]:
     name = host.encode() if host.isascii() else host  # text would load the codec of foreign names
     with suppress(OSError):  # no such name any more
-        return {_plain(str(info[4][0])) for info in socket.getaddrinfo(name, None)}
+        return {plain(str(info[4][0])) for info in socket.getaddrinfo(name, None)}
     return set()
 
 
-def _plain(address: str) -> str:
-    return address.removeprefix("::ffff:")  # IPv4 in IPv6
+def plain(address: str) -> str:
+    """An address without the prefix of IPv4 in IPv6."""
+    return address.removeprefix("::ffff:")
 
 
 def sockets(accepts: Callable[[socket.socket], bool], numbers: Iterable[int]) -> list[Descriptor]:

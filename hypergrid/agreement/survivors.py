@@ -20,7 +20,8 @@ _ALL_ARRIVED = "all arrived"
 def meet_survivors(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
     """Wait until all ``ranks`` are here, where no default group exists. *Collective* over them.
 
-    Costs three round trips to the store per rank. ``store`` is for this meeting alone.
+    Costs two round trips to the store per rank, and one for each look of a rank that waits.
+    ``store`` is for this meeting alone.
 
     Raises
     ------
@@ -29,7 +30,8 @@ def meet_survivors(store: Store, ranks: Sequence[int], rank: int, timeout: timed
     AbortedError
         ``hypergrid.abort()`` was called meanwhile.
     """
-    phase = Phase(store, ranks, rank)
+    # A process that has not arrived may not have a connection yet.
+    phase = Phase(store, ranks, rank, call="a meeting after a restart", all_connected=False)
     with abortable():
         try:
             if phase.arrive() == len(ranks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +19,7 @@ from hypergrid.errors import AbortedError
 from hypergrid.groups import closing, gloo
 from hypergrid.groups.pool import DEFAULT, live_pools
 
+_log = logging.getLogger(__name__)
 # For code that holds what was built on groups: called when all of them are destroyed.
 after_abort: set[Callable[[], None]] = set()
 
@@ -85,6 +88,7 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     RuntimeWarning
         Torch could not abort a group, or not in time; the others are destroyed.
     """
+    begin = time.monotonic()
     store.end_waits()
     pools = live_pools()
     labels = []  # of the groups that end
@@ -119,4 +123,11 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
         closing.abort(of_torch.registered_groups())
     for forget in [*after_abort]:
         forget()
+    _log.info(
+        "abort: ended %d groups and shut %d connections of gloo in %.3f s: %s",
+        len(labels),
+        connections,
+        time.monotonic() - begin,
+        ", ".join(labels),
+    )
     return Aborted(tuple(labels), connections)

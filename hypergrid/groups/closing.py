@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
-from hypergrid.agreement.store import end_waits
+from hypergrid.agreement.store import end_waits, shared_store
+from hypergrid.agreement.waits import ClosingWatch, beside
 from hypergrid.messages import in_words
 
 LIMIT = timedelta(seconds=30)  # that all aborts together may take
@@ -35,6 +38,7 @@ SETTINGS = {
         "1 for TORCH_NCCL_NONBLOCKING_TIMEOUT seconds",
     ),
 }
+_log = logging.getLogger(__name__)
 _HOOK = int.from_bytes(b"hypergr", "big")  # torch keeps hooks by number
 _aborts: weakref.WeakKeyDictionary[ProcessGroup, _Abort] = weakref.WeakKeyDictionary()
 # Groups of the process that forked this one. Their threads are not in this process, and their
@@ -138,21 +142,36 @@ def abort(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
     return reasons
 
 
-def close(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
-    """Destroy ``groups``; returns those that torch could not destroy, and why.
+def close(label_of: Mapping[ProcessGroup, str]) -> dict[ProcessGroup, str]:
+    """Destroy groups, given with their labels; returns those that torch could not, and why.
 
     In the order in which ``torch.distributed.destroy_process_group()`` destroys all groups, as
-    NCCL waits for the other members.
+    NCCL waits for the other members. A rank that waits says for whom.
     """
     reasons = {}
     name_of = of_torch.registered_groups()
-    for group in sorted(groups, key=lambda group: name_of.get(group, ""), reverse=True):
-        try:
-            dist.destroy_process_group(group)
-        except RuntimeError as error:
-            reasons[group] = in_words(error)
-        except (AssertionError, LookupError, ValueError):
-            if of_torch.is_registered(group):  # else another thread has destroyed it meanwhile
-                raise
-        of_torch.forget(group)
+    store = shared_store() if label_of else None
+    watch = None if store is None else ClosingWatch(store, dist.get_rank())
+    with nullcontext() if watch is None else beside(watch.look):
+        for group in sorted(label_of, key=lambda group: name_of.get(group, ""), reverse=True):
+            begin = time.monotonic()
+            try:
+                with _watched(watch, group, name_of.get(group), label_of[group]):
+                    dist.destroy_process_group(group)
+            except RuntimeError as error:
+                reasons[group] = in_words(error)
+            except (AssertionError, LookupError, ValueError):
+                if of_torch.is_registered(group):  # else another thread has destroyed it meanwhile
+                    raise
+            of_torch.forget(group)
+            seconds = time.monotonic() - begin
+            _log.debug("destroyed %s in %.1f ms", label_of[group], 1000 * seconds)
     return reasons
+
+
+def _watched(
+    watch: ClosingWatch | None, group: ProcessGroup, name: str | None, label: str
+) -> AbstractContextManager[None]:
+    if watch is None or name is None or group.size() == 1:
+        return nullcontext()
+    return watch.closing(name, label, sorted(dist.get_process_group_ranks(group)))

@@ -180,7 +180,7 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
             if sets_batches:
                 os.environ[_BATCHES] = "1"
             for_addresses = max(timeout, min(5 * timeout, _FOR_ADDRESSES))
-            _torchs(group, _InTime(store, for_addresses), rank, size, gloo_options)
+            _torchs(group, _InTime(store, for_addresses, size), rank, size, gloo_options)
         finally:
             if sets_batches:
                 del os.environ[_BATCHES]
@@ -247,10 +247,12 @@ class _InTime(Store):
     abort comes, or when another rank has failed, which will then not publish its address.
     """
 
-    def __init__(self, store: Any, timeout: timedelta) -> None:
+    def __init__(self, store: Any, timeout: timedelta, size: int) -> None:
         super().__init__()
         self._store = store
         self._timeout = timeout
+        # How many ranks look at the store: the group may be the default one, of all.
+        self._ranks = dist.get_world_size() if dist.is_initialized() else size
 
     def has_extended_api(self) -> bool:
         extended: bool = self._store.has_extended_api()
@@ -265,7 +267,7 @@ class _InTime(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         try:
-            wait(self._store, keys, timeout or self._timeout, given_up=another_rank_failed)
+            wait(self._store, keys, timeout or self._timeout, self._ranks, another_rank_failed)
         except dist.DistStoreError as error:
             missing = [key for key in keys if not self._store.check([key])]
             if not missing:  # they came when this rank had given up

@@ -19,6 +19,7 @@ from hypergrid.groups import creation
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.suspension import Suspended
 from hypergrid.layout import Dims, LayoutError, RankLayout
+from hypergrid.messages import Sentence
 from hypergrid.policy import Agreement, Policy
 
 if TYPE_CHECKING:
@@ -205,8 +206,10 @@ class HyperCommGrid:
         name = view or BASE
         if name not in self._layouts:
             raise KeyError(
-                f"there is no view {name!r}: call register_view() first. Known: "
-                f"{list(self._layouts)}."
+                Sentence(
+                    f"there is no view {name!r}: call register_view() first. Known: "
+                    f"{list(self._layouts)}."
+                )
             )
         return self._layouts[name]
 
@@ -241,8 +244,8 @@ class HyperCommGrid:
         Raises
         ------
         KeyError
-            The combination exists (options cannot be compared, so ``get_pg`` must be used), or
-            the view does not.
+            The combination exists, whatever the options (``get_pg`` gives the group), or the view
+            does not.
         ValueError
             A dim that the view does not have.
         """
@@ -250,8 +253,11 @@ class HyperCommGrid:
         label = name_of(key)
         if key in self._pgs:
             raise KeyError(
-                f"the groups over {label!r} have already been created, and options cannot be "
-                f"compared. Call get_pg({_call(key)}) for the group of this rank."
+                Sentence(
+                    f"the groups over {label!r} have already been created: create_pg() does so "
+                    f"once, with one set of options. Call get_pg({_call(key)}) for the group of "
+                    f"this rank."
+                )
             )
         options["backend"] = self.backend
         rank = dist.get_rank()
@@ -338,9 +344,11 @@ class HyperCommGrid:
         key, _, _ = self._find(dims, view)
         if key not in self._pgs:
             raise KeyError(
-                f"the groups over {name_of(key)!r} have not been created: call "
-                f"create_pg({_call(key)}) on every rank of the grid first. Created so far: "
-                f"{sorted(self.groups) or 'none'}."
+                Sentence(
+                    f"the groups over {name_of(key)!r} have not been created: call "
+                    f"create_pg({_call(key)}) on every rank of the grid first. Created so far: "
+                    f"{sorted(self.groups) or 'none'}."
+                )
             )
         return self._pgs[key]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import traceback
 import warnings
 import weakref
@@ -17,6 +19,7 @@ from torch.distributed import ProcessGroup
 from hypergrid import of_torch
 from hypergrid.agreement.commit import all_or_none, creating, prepare, telling_others
 from hypergrid.agreement.store import raise_if_waits_ended, settle
+from hypergrid.agreement.waits import at_label
 from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import closing, creation, gloo
 from hypergrid.groups.creation import Ranks
@@ -25,6 +28,7 @@ from hypergrid.messages import in_words, shortened, shown, span_of
 from hypergrid.policy import Abilities, Agreement, Kind, Owners, Policy, owner_of
 
 DEFAULT = "the default group"
+_log = logging.getLogger(__name__)
 # For code that uses groups of a pool: called with those that are about to be destroyed, and
 # whether it must not wait for other ranks.
 before_closing: set[Callable[[Sequence[ProcessGroup], bool], None]] = set()
@@ -82,12 +86,14 @@ class GroupPool:
         timeout: timedelta | None = None,
         init_count: int | None = None,
         one_device: bool = False,
+        call: str = "creating groups",
     ) -> Iterator[None]:
         """Create groups inside: on all ranks, or on none. *Collective* over ``ranks``.
 
         Arguments as for ``hypergrid.agreement.commit.prepare``; each call has an epoch of its own.
         ``one_device`` lets gloo groups that connect at once share a device, see
-        ``gloo.one_device``: then the caller holds none of the groups when this raises.
+        ``gloo.one_device``: then the caller holds none of the groups when this raises. ``call`` is
+        the name of what all ranks call, for messages of one that waits.
 
         Raises
         ------
@@ -105,20 +111,23 @@ class GroupPool:
             )
         if not isinstance(timeout, timedelta | None):
             raise TypeError(f"timeout must be a datetime.timedelta, got {shown(timeout)}.")
+        call = f"{call} of {self.owner}"
         with _reporting_failures(), creating(ranks, timeout) as store:
             abilities = creation.abilities(self.policy)
             self.agreement = prepare(
-                store, ranks, proposal, self.policy, abilities, timeout, init_count
+                store, ranks, proposal, self.policy, abilities, timeout, init_count, call
             )
             self._timeout = timeout
             before = self._contents()
             try:
                 with (
-                    all_or_none(store, self.agreement.epoch, ranks, timeout),
+                    all_or_none(store, self.agreement.epoch, ranks, timeout, call),
                     gloo.one_device() if one_device else nullcontext(),
                 ):
                     gloo.note_default()
+                    begin = time.monotonic()
                     yield
+                    self._log_creation(call, before.groups, begin)
                     raise_if_waits_ended()
                 settle()
             except BaseException as error:
@@ -126,6 +135,18 @@ class GroupPool:
                 if one_device:
                     _forget_locals(error)
                 raise
+
+    def _log_creation(self, call: str, first: int, begin: float) -> None:
+        created = self.groups[first:]
+        own = sum(pooled.shares is None for pooled in created)
+        _log.info(
+            "%s: created %d groups on %d communicators in %.3f s, by %s",
+            call,
+            len(created),
+            own,
+            time.monotonic() - begin,
+            self.agreement.way,
+        )
 
     def _contents(self) -> _Contents:
         return _Contents(len(self.groups), dict(self._owners), len(self._labels))
@@ -180,6 +201,8 @@ class GroupPool:
         waits = self.policy.connect == "lazy"
         epoch = self.agreement.epoch
         before = self._contents()
+        begin = time.monotonic()
+        at_label(label)
         try:
             with self.connecting():
                 # A rank may create a group of its own without the others.
@@ -211,6 +234,8 @@ class GroupPool:
                     if shorter is not None and owner is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._labels.append(label)
+                if _log.isEnabledFor(logging.DEBUG):
+                    self._log_groups(before.groups, way, begin)
         except BaseException as error:
             self._roll_back(before)
             # A Ctrl-C may come when torch has the group and this pool does not.
@@ -221,6 +246,20 @@ class GroupPool:
                 raise self._failure(label, ranks_of.values(), backend, error) from error
             raise
         return [pooled.group for pooled in self.groups[before.groups :]]
+
+    def _log_groups(self, first: int, way: str, begin: float) -> None:
+        milliseconds = 1000 * (time.monotonic() - begin)
+        for pooled in self.groups[first:]:
+            how = f"created by {way}"
+            if pooled.shares is not None:
+                how = f"shares {pooled.shares}"
+            _log.debug(
+                "%s of ranks %s: %s, %.1f ms with all groups of this label",
+                pooled.label,
+                span_of(pooled.ranks),
+                how,
+                milliseconds,
+            )
 
     def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
         """Own from now on a group that outside code created for ``label``.
@@ -312,7 +351,7 @@ class GroupPool:
     def suspend(self, ranks: Sequence[int], how: str = "native") -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``: on all ranks, or on none.
 
-        *Collective* over ``ranks``, at six round trips to the store per rank, and only between
+        *Collective* over ``ranks``, at four round trips to the store per rank, and only between
         collectives. The ranks agree before the first group is suspended and after the last. The
         groups stay the same objects. One that its backend has suspended must not be used until
         ``resume``: neither torch nor this pool refuses a collective over it. No group can be
@@ -342,7 +381,9 @@ class GroupPool:
             Another rank raised, has other groups or another ``how``, or did not call this.
             After an error all groups are awake, on every rank.
         """
-        with _reporting_failures(), creating(ranks, self._timeout) as store:
+        call = f"suspend of {self.owner}"
+        timeout = self._timeout
+        with _reporting_failures(), creating(ranks, timeout) as store:
             with telling_others(lambda: ranks):
                 self._check_suspend(how)
             proposal = {
@@ -351,14 +392,17 @@ class GroupPool:
                 "epoch": self.agreement.epoch,
             }
             # NCCL waits for all members: a rank that will not suspend must be known before.
-            prepare(store, ranks, proposal, Policy(), Abilities(), self._timeout)
+            prepare(store, ranks, proposal, Policy(), Abilities(), timeout, call=call)
             suspension = Suspension()
             self.suspended = suspension
             try:
+                begin = time.monotonic()
                 with telling_others(lambda: ranks):
                     suspension.start(_label_of(self.groups), how)
+                seconds = time.monotonic() - begin
+                _log.info("%s: suspended in %.3f s: %s", call, seconds, suspension.report)
                 suspended = {**proposal, "suspended": True}
-                prepare(store, ranks, suspended, Policy(), Abilities(), self._timeout)
+                prepare(store, ranks, suspended, Policy(), Abilities(), timeout, call=call)
             except BaseException:
                 # abort() may have destroyed the groups meanwhile.
                 if self.suspended is suspension:
@@ -386,8 +430,10 @@ class GroupPool:
         """
         if self.suspended is None:
             raise RuntimeError(f"the groups of {self.owner} are not suspended.")
+        begin = time.monotonic()
         self.suspended.wake()
         self.suspended = None
+        _log.info("resume of %s: done in %.3f s", self.owner, time.monotonic() - begin)
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
         before = self.groups
@@ -415,7 +461,15 @@ class GroupPool:
                 function([*label_of], abort)
             except Exception as error:
                 _warn(f"{shown(function)} raised while groups are destroyed: {in_words(error)}")
+        begin = time.monotonic()
         reasons = closing.abort(label_of) if abort else closing.close(label_of)
+        _log.info(
+            "%s %d groups of %s in %.3f s",
+            "aborted" if abort else "destroyed",
+            len(label_of),
+            self.owner,
+            time.monotonic() - begin,
+        )
         for group, reason in reasons.items():
             _warn(f"rank {dist.get_rank()} could not destroy {label_of[group]}: {reason}")
 

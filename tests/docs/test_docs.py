@@ -177,9 +177,7 @@ def test_every_figure_of_the_readme_is_in_the_bench_or_computed():
     bench = re.sub(r" +", " ", (ROOT / "docs" / "bench.md").read_text())
     section = page.partition("\n## What it saves")[2].partition("\n\nmegatron-core")[0]
     figures = re.findall(r"^\| [^|]+ \| ([^|]+ \| [^|]+) \|$", section, re.M)
-    calls, start, hang, loss = figures
-    gpu_hours = round(1024 * 10 / 60)  # Megatron's default distributed_timeout_minutes
-    assert hang == f"{gpu_hours} GPU hours | seconds"
+    calls, start, loss = figures
     beside = "16 gloo ranks, beside `new_group` calls without an agreement"
     for row in (
         f"| 1,024 | {calls} |",
@@ -192,7 +190,7 @@ def test_every_figure_of_the_readme_is_in_the_bench_or_computed():
 
 def test_the_hang_of_the_readme_is_the_one_of_its_page():
     outputs = [block for block in BLOCKS_OF_PAGE[ROOT / "README.md"] if "output" in block.comments]
-    (diagnosed,) = outputs
+    diagnosed, _ = outputs
     assert diagnosed.text.strip() in (ROOT / "docs" / "hangs.md").read_text()
 
 

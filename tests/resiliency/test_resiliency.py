@@ -208,7 +208,7 @@ def test_the_meeting_costs_each_rank_the_same_in_any_world(world):
             threads.submit(survivors.meet_survivors, stores[rank], range(world), rank, patience)
     trips = [counting.trips for counting in stores]
     assert max(trips[:-1]) <= 5
-    assert sorted(trips)[: world - 1] == [3] * (world - 1)
+    assert sorted(trips)[: world - 1] == [1] * (world - 1)  # besides looks
 
 
 def test_without_nvrx_the_message_names_the_extra():

@@ -306,6 +306,8 @@ def missing(slot: str) -> AssertionError:
             f"{name} does not exist any more: hypergrid.abort() has ended the groups of this "
             f"process. Create new ones, and load the last checkpoint."
         )
+    if _absence:
+        return AssertionError(f"{name} is not initialized on this rank: {_absence}")
     return AssertionError(
         f"{name} is not initialized: no model parallel state with such a group is current. Call "
         f"initialize_model_parallel() first, with the sizes that make this group."
