@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import FunctionType
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from compat.megatron import caches
 from compat.megatron import helpers as group_helpers
-from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import (
     Values,
     build,
@@ -128,6 +128,7 @@ class ParallelState:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
+        self._caches: caches.Values = {}  # megatron-core's, while this state is not current
         # Without __name__: torch.compile would ask the module of that name instead.
         self._values: Values = {"__builtins__": __builtins__}
         self._forget()
@@ -300,7 +301,10 @@ class ParallelState:
             Wait for no other rank, whatever state the communicators are in: NCCL drops what is
             under way, and gloo's connections are shut.
         """
-        release_megatrons(abort)
+        with _switching:
+            if self is _current:
+                self._caches = caches.take()
+        caches.free(self._caches, abort)
         if self._grid is not None:
             self._grid.destroy(abort=abort)
         self._forget()
@@ -309,16 +313,21 @@ class ParallelState:
     def activate(self) -> Iterator[ParallelState]:
         """Make this the state that ``compat.parallel_state`` answers from, inside. *Local*.
 
-        For the whole process, so that autograd's threads see it too. Activations nest: afterwards
-        the previous state is current again, even after an error. Threads that need different
+        For the whole process, so that autograd's threads see it too. Megatron's buffers over groups
+        change with it. Activations nest: afterwards the previous state is current again, even after
+        an error. Threads that need different
         states at the same time call the methods of the states.
 
         Raises
         ------
         RuntimeError
-            At the end, if an activation by another thread has not ended before this one.
+            At the end, if an activation by another thread has not ended before this one. At the
+            beginning, if Transformer Engine's expert parallelism is over ranks of another state.
         """
         global _last_ended
+        caches.check_expert_parallelism(
+            self._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP, f"state {self.name!r}"
+        )
         before = _current
         make_current(self)
         _activated.append(self)
@@ -479,6 +488,14 @@ def _forget_all() -> None:
 after_abort.add(_forget_all)
 
 
+def _free_caches(groups: Sequence[ProcessGroup], abort: bool) -> None:
+    with _switching:
+        caches.free_over(groups, [state._caches for state in _states], abort)
+
+
+before_closing.add(_free_caches)
+
+
 def request_of(arguments: dict[str, Any]) -> Request:
     """The request of a state that is not current: with the order and the helpers that count now."""
     helpers = replaced_functions()
@@ -524,7 +541,10 @@ def make_current(state: ParallelState) -> None:
                     _current._values[name] = _module_values[name]
             if _current.request is not None:
                 _current._bind()  # now, since torch.compile cannot trace it in a method
+            _current._caches = caches.take()
         _current = state
+        caches.put(state._caches)
+        state._caches = {}
         for name in _KEPT:
             _module_values[name] = state._values.get(name)
 
