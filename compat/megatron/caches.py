@@ -82,11 +82,12 @@ def take() -> Values:
         place = cache.place()
         if place is None:
             continue
-        value = getattr(*place)
+        holder, name = place
+        value = vars(holder)[name]
         is_empty = value is None or (isinstance(value, dict) and not value)
         if not is_empty:
             taken[cache] = value
-            setattr(*place, cache.empty())
+            setattr(holder, name, cache.empty())
     return taken
 
 
@@ -121,8 +122,10 @@ def free_over(groups: Sequence[ProcessGroup], kept: Iterable[Values], abort: boo
     put(loaded)
     for method in CACHED_METHODS:
         place = method.place()
-        if place is not None and hasattr(getattr(*place), "cache_clear"):
-            getattr(*place).cache_clear()
+        if place is not None:
+            holder, name = place
+            clear = getattr(vars(holder)[name], "cache_clear", lambda: None)
+            clear()
 
 
 def _parts(value: Any) -> list[Any]:
