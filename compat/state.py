@@ -46,6 +46,7 @@ from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.groups.suspension import Suspended
+from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import outermost
 
@@ -231,6 +232,8 @@ class ParallelState:
             except BaseException:
                 grid.destroy(abort=True)
                 raise
+        if request.timeout_of_all is not None:
+            of_torch.set_timeout(request.timeout_of_all)  # of the default group
 
     def _put_stages(self, request: Request) -> None:
         stages = request.virtual_pipeline_model_parallel_size
@@ -418,6 +421,29 @@ class ParallelState:
             groups = self._global_process_group_list or [None]
         for group in groups:
             of_torch.set_timeout(timeout, group)
+
+    def set_timeout(self, minutes: float) -> None:
+        """Set the timeout of all groups of this state, from the next operation on. *Local*.
+
+        Such as a long one until the first steps are done, and a short one then. An operation that
+        has begun keeps its own. What each backend does after the timeout is in docs/failures.md.
+        The default group keeps its own: ``update_pg_timeout(timeout)`` changes that too.
+
+        Raises
+        ------
+        ValueError
+            ``minutes`` is not a number above 0.
+        RuntimeError
+            There are no groups.
+        """
+        if self.pool is None:
+            raise RuntimeError(f"there are no groups to set a timeout of: {self!r}.")
+        if not isinstance(minutes, int | float) or not minutes > 0:
+            raise ValueError(f"minutes must be a number above 0, such as 10, got {shown(minutes)}.")
+        timeout = timedelta(minutes=minutes)
+        for group in dict.fromkeys(pooled.group for pooled in self.pool.groups):
+            if of_torch.is_registered(group) and group is not of_torch.default_group():
+                of_torch.set_timeout(timeout, group)
 
     def create_all_gather_groups(
         self,

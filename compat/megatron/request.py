@@ -21,7 +21,7 @@ from compat.megatron import communicators
 from compat.megatron.releases import RELEASE_HAS, take_defaults
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
-from hypergrid.policy import CHOICES, Policy, outermost
+from hypergrid.policy import CHOICES, Policy, outermost, timeout_of_all
 
 F = TypeVar("F", bound=Callable[..., Any])
 Helpers = Mapping[str, Callable[..., Any]]  # replaced functions of parallel_state, by name
@@ -340,10 +340,17 @@ class Request:
         return Policy.resolve(share=self.share, connect=self.connect, creation=self.creation)
 
     @cached_property
+    def timeout_of_all(self) -> timedelta | None:
+        """The timeout that the environment gives to all groups, the default group included."""
+        return timeout_of_all()
+
+    @cached_property
     def timeout(self) -> timedelta:
         minutes = self.distributed_timeout_minutes
         if _TIMEOUT in self._refusals:
             raise TypeError(self._refusals[_TIMEOUT])
+        if self.timeout_of_all is not None:
+            return self.timeout_of_all
         try:
             return timedelta(minutes=minutes)
         except (OverflowError, ValueError) as error:
