@@ -19,7 +19,7 @@ from compat.cli.command import Json, app, command
 from compat.cli.launch import script_of
 from compat.cli.prints import red, span
 from compat.cli.source import PlannedJob, line_of, read, started
-from compat.planned.checks import Finding, by_severity, faults, findings, refusals
+from compat.planned.checks import Finding, by_severity, faults, findings, refusals, silent_losses
 from compat.planned.job import JobError
 from compat.planned.layouts import (
     KNOWN_DIMS,
@@ -202,7 +202,7 @@ def check(
             better.append((ranked.order, layouts))
     results = findings(_faults_of(subject), subject.layouts, better)
     if subject.job is not None:
-        results = by_severity([*refusals(subject.job), *results])
+        results = by_severity([*refusals(subject.job), *silent_losses(subject.job), *results])
     status = int(any(finding.severity != "note" for finding in results))
     if as_json:
         data: dict[str, Any] = {}
