@@ -246,6 +246,14 @@ def has(name: str) -> bool:
     return name not in SPANS or EVERY or present(name)
 
 
+def in_which_release(name: str) -> str:
+    """Words on a name that other releases have; empty for one that no release has."""
+    if name not in SPANS:
+        return ""
+    first, last = ("{}.{}".format(*release) for release in SPANS[name])
+    return f": megatron-core {first} to {last} has it, and {in_words()} is followed here"
+
+
 def facts() -> dict[str, bool]:
     """Each of ``FACTS`` as it is in the release."""
     facts = {}
