@@ -50,9 +50,10 @@ def _layouts(request: Request) -> str:
 
 
 def _creation(pool: GroupPool) -> str:
-    communicators = sum(pooled.shares is None for pooled in pool.groups)
+    sizes = [len(pooled.ranks) for pooled in pool.groups if pooled.shares is None]
     agreement = pool.agreement
-    line = f"{len(pool.groups)} groups on {communicators} communicators, created by {agreement.way}"
+    line = f"{len(pool.groups)} groups on {len(sizes)} communicators, {sizes.count(1)} of one rank"
+    line += f", created by {agreement.way}"
     if agreement.why:
         line += f" ({agreement.why})"
     if pool.policy.connect == "eager":

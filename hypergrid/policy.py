@@ -44,7 +44,7 @@ def outermost(name: str, argument: Any = None) -> tuple[Any, str]:
 
 
 def timeout_of_all() -> timedelta | None:
-    """The timeout of all groups, where a launcher's flag or the environment sets it. *Local*.
+    """The timeout of all groups, where --timeout or HYPERGRID_TIMEOUT sets it. *Local*.
 
     ValueError if it is not a number of minutes above 0.
     """
