@@ -42,13 +42,12 @@ from compat.megatron.rank_generator import (
 from compat.megatron.rank_generator import (
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
-from compat.megatron.releases import as_released, drop_absent, in_which_release
+from compat.megatron.releases import UnknownName, as_released, drop_absent
 from compat.megatron.request import Request, replaced_functions, watch
 from compat.megatron.request import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.rows import PlannedRows
 from compat.state import ParallelState, current, init_counts, make_current, publish_into
 from compat.swap import warn_of_a_second_state
-from hypergrid.messages import similar_names
 from hypergrid.policy import outermost
 
 logger = logging.getLogger(__name__)
@@ -238,10 +237,7 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 
 def __getattr__(name: str) -> Any:
     """Refuse a name that there is not: which release has it, or which names are similar."""
-    text = f"module {__name__!r} has no attribute {name!r}"
-    if not name.startswith("__"):
-        text += in_which_release(name) or similar_names(name, globals())
-    raise AttributeError(text)
+    raise UnknownName(__name__, name, globals())
 
 
 drop_absent(globals())

@@ -438,7 +438,7 @@ class ParallelState:
         """
         if self.pool is None:
             raise RuntimeError(f"there are no groups to set a timeout of: {self!r}.")
-        if not isinstance(minutes, int | float) or not minutes > 0:
+        if not isinstance(minutes, int | float) or not 0 < minutes < float("inf"):
             raise ValueError(f"minutes must be a number above 0, such as 10, got {shown(minutes)}.")
         timeout = timedelta(minutes=minutes)
         for group in dict.fromkeys(pooled.group for pooled in self.pool.groups):
@@ -516,7 +516,7 @@ after_abort.add(_forget_all)
 
 def _free_caches(groups: Sequence[ProcessGroup], abort: bool) -> None:
     with _switching:
-        caches.free_over(groups, [state._caches for state in _states], abort)
+        caches.free_over(groups, [state._caches for state in [*_states]], abort)
 
 
 before_closing.add(_free_caches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
@@ -34,14 +34,6 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The text of somebody else inside a sentence: line breaks and tabs are written out too."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
-
-
-def similar_names(name: str, known: Iterable[str]) -> str:
-    """Words on the names that are like ``name``; empty without any."""
-    from difflib import get_close_matches
-
-    similar = get_close_matches(name, list(known), n=3)
-    return f": similar are {', '.join(similar)}" if similar else ""
 
 
 def shown_apart(first: object, second: object) -> tuple[str, str]:

@@ -289,7 +289,7 @@ def _hold_instances(planned_rows: PlannedRows, grid: HyperCommGrid, values: Valu
         group = values.get(planned.slot)
         if not isinstance(group, ProcessGroup):  # of outside code's own making
             continue
-        # The inter-instance group of experts has other ranks where their dp is not a multiple.
+        # The experts' groups between instances may have other ranks than dense ones would.
         if dist.get_process_group_ranks(group) == instances.group(dist.get_rank(), dims):
             grid.hold(dims, group, view=INSTANCES)
 

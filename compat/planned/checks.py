@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from compat.megatron import communicators
 from compat.megatron.rows import run_sizes
 from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
-from compat.planned.job import Job
+from compat.planned.job import Job, JobError
 from compat.planned.layouts import Layouts, groups_by_kind
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
@@ -156,9 +156,13 @@ def silent_losses(job: Job) -> Iterator[Finding]:
             "Give the sizes of both levels, such as --hierarchical-context-parallel-sizes 2 4.",
         )
     if Path(job.nccl_config).is_file():
-        configs = communicators.read_configs(job.nccl_config, None)
         groups = {row.options for row in (*ROWS, *EXTRA_ALL_GATHER)}
-        unread = list(communicators.unread(configs, groups))
+        try:
+            configs = communicators.read_configs(job.nccl_config, None)
+            communicators.check_mapping(job.nccl_config, configs)
+            unread = list(communicators.unread(configs, groups))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise JobError(str(error)) from error
         if unread:
             yield Finding(
                 "nccl-config",

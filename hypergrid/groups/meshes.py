@@ -47,8 +47,9 @@ def flattened_dims(
     by_name: dict[str, Sequence[str]] = {}
     for count in range(2, len(mesh_dims) + 1):
         for parts in combinations(mesh_dims, count):
-            if group_over(join(mesh_dims, parts)) is not None:
-                by_name["_".join(parts)] = parts
+            name = "_".join(parts)
+            if name not in mesh_dims and group_over(join(mesh_dims, parts)) is not None:
+                by_name[name] = parts
     for name, dims in further.items():
         by_name[name] = _named(mesh_dims, dims)
     return by_name
