@@ -29,6 +29,7 @@ environment variables, for launchers whose command line is fixed:
   HYPERGRID_RECORD=DIR         every rank leaves there what `hypergrid diagnose` reads of a hang
   HYPERGRID_LOG=INFO           as --log INFO
   HYPERGRID_AUDIT=DIR          as --audit DIR    HYPERGRID_SHADOW=1  as --shadow; =strict
+  HYPERGRID_TIMEOUT=MINUTES    as --timeout MINUTES
   PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
                                swaps in every Python that starts, without this launcher
 """
@@ -69,6 +70,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--order", help="order of the dims; overrides the script's")
     parser.add_argument(
         "--audit", metavar="DIR", help="record who reads parallel_state, for `hypergrid audit DIR`"
+    )
+    parser.add_argument(
+        "--timeout", metavar="MINUTES", help="of all groups, torch's default group included"
     )
     for name, choices in CHOICES.items():
         parser.add_argument(f"--{name}", choices=choices, help=f"as HYPERGRID_{name.upper()}")
@@ -121,7 +125,7 @@ def _installer(options: argparse.Namespace) -> Callable[[], None] | None:
         )
     if is_shadow:
         switched_off_by = "--shadow"
-    for name in ("order", "audit", "log", *CHOICES, "report", "plan"):
+    for name in ("order", "audit", "log", "timeout", *CHOICES, "report", "plan"):
         value = getattr(options, name)
         if value in (None, False):
             continue

@@ -11,7 +11,7 @@ from itertools import groupby
 import torch.distributed as dist
 
 from compat.megatron.request import Request, in_words
-from compat.megatron.rows import PlannedRows
+from compat.megatron.rows import PlannedRows, with_torchs_timeout
 from compat.state import ParallelState
 from hypergrid import of_torch
 from hypergrid.agreement.store import get_all, shared_store
@@ -31,6 +31,7 @@ def report(state: ParallelState) -> str:
         _layouts(request),
         _creation(pool),
         _choices(request),
+        _timeouts(planned_rows),
     ]
     if request.helpers:
         lines.append(f"outside code has replaced {in_words(request.helpers)}")
@@ -49,9 +50,10 @@ def _layouts(request: Request) -> str:
 
 
 def _creation(pool: GroupPool) -> str:
-    communicators = sum(pooled.shares is None for pooled in pool.groups)
+    sizes = [len(pooled.ranks) for pooled in pool.groups if pooled.shares is None]
     agreement = pool.agreement
-    line = f"{len(pool.groups)} groups on {communicators} communicators, created by {agreement.way}"
+    line = f"{len(pool.groups)} groups on {len(sizes)} communicators, {sizes.count(1)} of one rank"
+    line += f", created by {agreement.way}"
     if agreement.why:
         line += f" ({agreement.why})"
     if pool.policy.connect == "eager":
@@ -69,6 +71,18 @@ def _choices(request: Request) -> str:
     for name, value in choices.items():
         texts.append(f"{name}={value} ({request.sources[name]})")
     return ", ".join(texts)
+
+
+def _timeouts(planned_rows: PlannedRows) -> str:
+    request = planned_rows.request
+    line = f"timeout {request.timeout} of groups"
+    if request.timeout_of_all is not None:
+        return f"{line}, the default group included"
+    for label, backend in with_torchs_timeout(planned_rows).items():
+        torchs = of_torch.default_timeout(backend or dist.get_backend())
+        if torchs != request.timeout:
+            line += f"; torch's own {torchs} of {label} (--timeout gives all groups one)"
+    return line
 
 
 def _groups(planned_rows: PlannedRows, pool: GroupPool) -> Iterator[str]:

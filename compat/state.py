@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import FunctionType
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from compat.megatron import caches
 from compat.megatron import helpers as group_helpers
-from compat.megatron.buffers import release_megatrons
 from compat.megatron.build import (
     Values,
     build,
@@ -46,7 +46,7 @@ from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing
 from hypergrid.groups.suspension import Suspended
-from hypergrid.messages import span_of
+from hypergrid.messages import shown, span_of
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import outermost
 
@@ -132,6 +132,7 @@ class ParallelState:
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.is_destroyed = False
+        self._caches: caches.Values = {}  # megatron-core's, while this state is not current
         # Without __name__: torch.compile would ask the module of that name instead.
         self._values: Values = {"__builtins__": __builtins__}
         self._forget()
@@ -237,6 +238,8 @@ class ParallelState:
             except BaseException:
                 grid.destroy(abort=True)
                 raise
+        if request.timeout_of_all is not None:
+            of_torch.set_timeout(request.timeout_of_all)  # of the default group
 
     def _outside_in_words(self, planned: PlannedRows) -> str:
         window = span_of(planned.participants)
@@ -316,7 +319,10 @@ class ParallelState:
             Wait for no other rank, whatever state the communicators are in: NCCL drops what is
             under way, and gloo's connections are shut.
         """
-        release_megatrons(abort)
+        with _switching:
+            if self is _current:
+                self._caches = caches.take()
+        caches.free(self._caches, abort)
         if self._grid is not None:
             self._grid.destroy(abort=abort)
         self.is_destroyed = self.is_destroyed or self.request is not None
@@ -333,15 +339,17 @@ class ParallelState:
     def activate(self) -> Iterator[ParallelState]:
         """Make this the state that ``compat.parallel_state`` answers from, inside. *Local*.
 
-        For the whole process, so that autograd's threads see it too. Activations nest: afterwards
-        the previous state is current again, even after an error. Threads that need different
+        For the whole process, so that autograd's threads see it too. Megatron's buffers over groups
+        change with it. Activations nest: afterwards the previous state is current again, even after
+        an error. Threads that need different
         states at the same time call the methods of the states.
 
         Raises
         ------
         RuntimeError
             The state was destroyed. At the end, if an activation by another thread has not ended
-            before this one.
+            before this one. At the beginning, if Transformer Engine's expert parallelism is over
+            ranks of another state.
         """
         global _last_ended
         if self.is_destroyed:
@@ -349,6 +357,9 @@ class ParallelState:
                 f"{self.name or 'this state'} cannot be activated, as it was destroyed: create a "
                 f"new one by ParallelState.create()."
             )
+        caches.check_expert_parallelism(
+            self._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP, f"state {self.name!r}"
+        )
         before = _current
         make_current(self)
         _activated.append(self)
@@ -440,6 +451,29 @@ class ParallelState:
         for group in groups:
             of_torch.set_timeout(timeout, group)
 
+    def set_timeout(self, minutes: float) -> None:
+        """Set the timeout of all groups of this state, from the next operation on. *Local*.
+
+        Such as a long one until the first steps are done, and a short one then. An operation that
+        has begun keeps its own. What each backend does after the timeout is in docs/failures.md.
+        The default group keeps its own: ``update_pg_timeout(timeout)`` changes that too.
+
+        Raises
+        ------
+        ValueError
+            ``minutes`` is not a number above 0.
+        RuntimeError
+            There are no groups.
+        """
+        if self.pool is None:
+            raise RuntimeError(f"there are no groups to set a timeout of: {self!r}.")
+        if not isinstance(minutes, int | float) or not 0 < minutes < float("inf"):
+            raise ValueError(f"minutes must be a number above 0, such as 10, got {shown(minutes)}.")
+        timeout = timedelta(minutes=minutes)
+        for group in dict.fromkeys(pooled.group for pooled in self.pool.groups):
+            if of_torch.is_registered(group) and group is not of_torch.default_group():
+                of_torch.set_timeout(timeout, group)
+
     def create_all_gather_groups(
         self,
         for_expert_parallelism: bool = False,
@@ -509,6 +543,14 @@ def _forget_all() -> None:
 after_abort.add(_forget_all)
 
 
+def _free_caches(groups: Sequence[ProcessGroup], abort: bool) -> None:
+    with _switching:
+        caches.free_over(groups, [state._caches for state in [*_states]], abort)
+
+
+before_closing.add(_free_caches)
+
+
 def request_of(arguments: dict[str, Any]) -> Request:
     """The request of a state that is not current: with the order and the helpers that count now."""
     helpers = replaced_functions()
@@ -554,7 +596,10 @@ def make_current(state: ParallelState) -> None:
                     _current._values[name] = _module_values[name]
             if _current.request is not None:
                 _current._bind()  # now, since torch.compile cannot trace it in a method
+            _current._caches = caches.take()
         _current = state
+        caches.put(state._caches)
+        state._caches = {}
         for name in _KEPT:
             _module_values[name] = state._values.get(name)
 

@@ -304,6 +304,12 @@ class RankLayout:
         return rank - self.offset
 
 
+def ordered(layout: RankLayout, dims: Dims) -> list[str]:
+    """``dims``, the slowest first."""
+    axes = sorted(layout.axes(dims), reverse=True)
+    return [layout.dims[axis] for axis in axes]
+
+
 def listed(values: Iterable[Any], title: str) -> list[Any]:
     """``values`` as a list. LayoutError if they are not several."""
     try:

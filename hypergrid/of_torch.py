@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 OLDEST = "2.9"
 NEWEST = "2.15"
+_CREATE = "_init_process_groups"  # of a DeviceMesh: the names of the groups that it creates
 _private = threading.RLock()  # outside code may create groups while it is called to create one
 
 
@@ -135,6 +136,13 @@ PARTS = {
         "with torchcomms every rank takes part in creating every group",
         first="2.15",
     ),
+    "flattened meshes": Part(
+        ("torch.distributed.device_mesh.DeviceMesh._flatten",),
+        "flattens dims of a mesh into one, whose group DeviceMesh._init_process_groups creates",
+        "a dim of a grid's DeviceMesh that is flattened has one more group than the grid",
+        first="2.13",
+        works=lambda: _mesh_takes_groups(),
+    ),
     "fake store": Part(
         ("torch.testing._internal.distributed.fake_pg.FakeStore",),
         "a store for a default group of one process, by which doctor tries this torch",
@@ -204,6 +212,14 @@ def _doc(where: Any, *path: str) -> str:
     return getattr(where, "__doc__", None) or ""
 
 
+def _mesh_takes_groups() -> bool:
+    """Whether a mesh asks one function for the names of its groups, and takes what that returns."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    create = inspect.getattr_static(DeviceMesh, _CREATE, None)
+    return isinstance(create, staticmethod) and "rank_map" in inspect.signature(create).parameters
+
+
 # The groups that torch knows.
 
 
@@ -258,6 +274,21 @@ def bound_device(group: ProcessGroup) -> torch.device | None:
 def device_types(group: object) -> list[str]:
     """The types of device that a group communicates for; empty for what is not torch's."""
     return [device.type for device in getattr(group, "_device_types", [])]
+
+
+def flatten(mesh: Any, name: str, group: Any) -> None:
+    """Let ``mesh._flatten(name)`` give ``group``; without the part torch creates one more."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not has("flattened meshes"):
+        return
+    create = inspect.getattr_static(DeviceMesh, _CREATE)
+    with _private:
+        setattr(DeviceMesh, _CREATE, staticmethod(lambda *_: [group.group_name]))
+        try:
+            mesh._flatten(name)
+        finally:
+            setattr(DeviceMesh, _CREATE, create)
 
 
 def parts_of(group: ProcessGroup, without: Collection[str] = ()) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
 from hypergrid.errors import AgreementError
@@ -40,6 +41,26 @@ def outermost(name: str, argument: Any = None) -> tuple[Any, str]:
     if argument is None:
         return None, DEFAULT
     return argument, f"the argument `{name}`"
+
+
+def timeout_of_all() -> timedelta | None:
+    """The timeout of all groups, where --timeout or HYPERGRID_TIMEOUT sets it. *Local*.
+
+    ValueError if it is not a number of minutes above 0.
+    """
+    value, source = outermost("timeout")
+    if value is None:
+        return None
+    try:
+        timeout = timedelta(minutes=float(value))
+    except (OverflowError, ValueError):
+        timeout = timedelta()
+    if timeout <= timedelta():
+        raise ValueError(
+            f"invalid timeout {shown(value)}, from {source}: give a number of minutes above 0, "
+            f"such as 30."
+        )
+    return timeout
 
 
 def _variable(name: str) -> str:

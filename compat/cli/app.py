@@ -18,7 +18,7 @@ from compat.cli import asking, prints
 from compat.cli.command import Json, app, command
 from compat.cli.launch import taken_apart
 from compat.cli.source import PlannedJob, Source, read, started
-from compat.planned.checks import Finding, by_severity, faults, findings, refusals
+from compat.planned.checks import Finding, by_severity, faults, findings, refusals, silent_losses
 from compat.planned.job import JobError
 from compat.planned.layouts import (
     KNOWN_DIMS,
@@ -201,7 +201,7 @@ def check(
             better.append((ranked.order, layouts))
     results = findings(_faults_of(subject), subject.layouts, better)
     if subject.job is not None:
-        results = by_severity([*refusals(subject.job), *results])
+        results = by_severity([*refusals(subject.job), *silent_losses(subject.job), *results])
     allowed = [finding for finding in results if finding.rule in (allow or ())]
     results = [finding for finding in results if finding not in allowed]
     status = int(any(finding.severity != "note" for finding in results))

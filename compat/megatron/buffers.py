@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from typing import Any
 
 
@@ -40,15 +39,3 @@ def symmetric_memory_buffer(group: Any) -> Any:
     from megatron.core.utils import GlobalSymmetricMemoryBuffer
 
     return GlobalSymmetricMemoryBuffer(size_in_mb=256, process_group=group)
-
-
-def release_megatrons(abort: bool) -> None:
-    """Release the buffers that megatron itself keeps on groups, as upstream's teardown does."""
-    # Not imported: without the module there is no buffer. What cannot be released must not keep
-    # groups alive.
-    if not abort:  # it may wait for other ranks
-        with suppress(Exception):
-            sys.modules["megatron.core.transformer.moe.fused_a2a"].nccl_ep_finalize()
-    with suppress(Exception):
-        symmetric = sys.modules["megatron.core.inference.symmetric_memory"]
-        symmetric.SymmetricMemoryManager.destroy()

@@ -27,6 +27,7 @@ from hypergrid.plan import GroupRow
 from hypergrid.policy import Agreement
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
+INSTANCES = "instances"  # the view of the decoder's ranks with the optimizer's instances as a dim
 _COLLNET = "NCCL_COLLNET_ENABLE"
 Values = dict[str, Any]  # by the names of private globals
 
@@ -74,6 +75,7 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
                     with _sharp([planned], planned_rows, values):
                         _create(pool, grid, planned_rows, planned, options, values)
             _assign_aliases(request, values)
+        _hold_instances(planned_rows, grid, values)
         _barrier_on_each(request, values)  # when all ranks have all groups
     except BaseException:
         grid.destroy(abort=True)
@@ -265,6 +267,32 @@ def _hold(grid: HyperCommGrid, row: GroupRow, group: ProcessGroup) -> None:
         dims.remove("gtp_remat")
     if dims:
         grid.hold(dims, group, view=view)
+
+
+def _hold_instances(planned_rows: PlannedRows, grid: HyperCommGrid, values: Values) -> None:
+    """Add a view of the dense ranks with the optimizer's instances: dp is dp_intra x dp_inter.
+
+    None is added where an instance is no group over dims, as one that is a part of cp.
+    """
+    layout = planned_rows.request.decoder
+    count = planned_rows.request.num_distributed_optimizer_instances
+    cp_is_within = layout.dim_size("cp") == 1 or layout.stride("cp") < layout.stride("dp")
+    if count == 1 or layout.dim_size("dp") % count or not cp_is_within:
+        return
+    parts = {"dp_intra": layout.dim_size("dp") // count, "dp_inter": count}
+    instances = layout.split("dp", parts)
+    shared_dims = [dim for dim in instances.dims if dim not in parts]
+    grid.register_view(INSTANCES, instances.sizes, instances.dims, shared_dims)
+    for planned in planned_rows.rows:
+        dims = planned.table_row.in_instances
+        if not dims or planned.is_twin:
+            continue
+        group = values.get(planned.slot)
+        if not isinstance(group, ProcessGroup):  # of outside code's own making
+            continue
+        # The experts' groups between instances may have other ranks than dense ones would.
+        if dist.get_process_group_ranks(group) == instances.group(dist.get_rank(), dims):
+            grid.hold(dims, group, view=INSTANCES)
 
 
 def _place(values: Values, planned: PlannedRow, group: Any, ranks: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from compat.megatron import communicators
 from compat.megatron.releases import RELEASE_HAS, take_defaults
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
-from hypergrid.policy import CHOICES, Policy, outermost
+from hypergrid.policy import CHOICES, Policy, outermost, timeout_of_all
 
 F = TypeVar("F", bound=Callable[..., Any])
 Helpers = Mapping[str, Callable[..., Any]]  # replaced functions of parallel_state, by name
@@ -340,10 +340,17 @@ class Request:
         return Policy.resolve(share=self.share, connect=self.connect, creation=self.creation)
 
     @cached_property
+    def timeout_of_all(self) -> timedelta | None:
+        """The timeout that the environment gives to all groups, the default group included."""
+        return timeout_of_all()
+
+    @cached_property
     def timeout(self) -> timedelta:
         minutes = self.distributed_timeout_minutes
         if _TIMEOUT in self._refusals:
             raise TypeError(self._refusals[_TIMEOUT])
+        if self.timeout_of_all is not None:
+            return self.timeout_of_all
         try:
             return timedelta(minutes=minutes)
         except (OverflowError, ValueError) as error:
@@ -521,7 +528,9 @@ class Request:
                 lists = generator.get_ranks(token)
             else:
                 lists = generator.get_ranks(token.replace("gtp_remat-", ""))
-            self._rank_lists[grid, token] = [list(map(operator.index, ranks)) for ranks in lists]
+            plain_lists = [list(map(operator.index, ranks)) for ranks in lists]
+            _warn_of_descending(plain_lists, token)
+            self._rank_lists[grid, token] = plain_lists
         return self._rank_lists[grid, token]
 
     @cached_property
@@ -594,6 +603,25 @@ def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
             position = tokens.index(name) + 1
     tokens.insert(position, "gtp_remat")
     return "-".join(tokens)
+
+
+_has_warned_of_descending = False
+
+
+def _warn_of_descending(lists: list[list[int]], token: str) -> None:
+    """Warn once of a generator whose groups are not in torch's order of ranks."""
+    global _has_warned_of_descending
+    unsorted = [ranks for ranks in lists if ranks != sorted(ranks)]
+    if unsorted and not _has_warned_of_descending:
+        _has_warned_of_descending = True
+        warnings.warn(
+            f"a RankGenerator of outside code gives ranks that do not ascend, such as "
+            f"{shown(unsorted[0])} over {token}. Torch sorts the ranks of each group: a rank's "
+            f"place in the group is another one than in this list, which functions such as "
+            f"get_data_parallel_src_rank() read. Let the generator give ascending ranks.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def warn_of_removal(subject: str, stacklevel: int = 2) -> None:

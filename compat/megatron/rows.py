@@ -117,6 +117,8 @@ class PlannedRows:
             if planned.chosen:
                 # The first are enough to show a difference; the plan has all of them.
                 values[f"ranks chosen for {label}"] = list(map(list, planned.chosen[:16]))
+        if request.timeout_of_all is not None:
+            values["timeout of all groups"] = str(request.timeout_of_all)
         values["megatron-core"] = RELEASE
         values["plan"] = self.plan.fingerprint()
         return values
@@ -207,7 +209,9 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
     if chosen is not None:
         plan_row = replace(plan_row, pick="all", explicit=tuple(map(tuple, chosen)))
     # Upstream leaves the timeout to torch: always, or in releases of a fact.
-    if RELEASE_HAS.get(str(row.torch_timeout), row.torch_timeout is True):
+    is_torchs = RELEASE_HAS.get(str(row.torch_timeout), row.torch_timeout is True)
+    has_common_timeout = request.timeout_of_all is not None
+    if is_torchs and not has_common_timeout:
         plan_row = replace(plan_row, timeout=None)
     if row.holds == "sizes":
         # Of 16 ranks from 2 on: groups of 2, 4 and 8.
@@ -224,16 +228,25 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
     else:
         yield PlannedRow(row, row.slot, None, plan_row, chosen)
     if row.gloo and _makes_gloo(request, row):
+        twin_timeout = plan_row.timeout
+        if row.twin_torch_timeout and not has_common_timeout:
+            twin_timeout = None
         twin = replace(
             plan_row,
             label=row.twin_label,
             backend="gloo",
             options=plan_row.options if row.twin_options else None,
-            timeout=None if row.twin_torch_timeout else plan_row.timeout,
+            timeout=twin_timeout,
             traffic=TWINS,
             separate=True,
         )
         yield PlannedRow(row, row.slot + "_GLOO", None, twin, is_twin=True)
+
+
+def with_torchs_timeout(planned_rows: PlannedRows) -> dict[str, str | None]:
+    """The groups whose timeout upstream leaves to torch: their backend, by label."""
+    rows = [planned.plan_row for planned in planned_rows.rows]
+    return {row.label: row.backend for row in rows if row.timeout is None}
 
 
 def _members(request: Request) -> int:

@@ -56,6 +56,7 @@ class Row:
     level: int = 0  # ... and which level this is, innermost first, if the row is one alone
     loop: str = ""  # dims whose groups upstream cuts or joins to make these, if not its own
     join: bool = False  # ... joins, to one group for each instance of the distributed optimizer
+    in_instances: str = ""  # dims of the view "instances", see build.py, that have the same ranks
     # Groups of an encoder's ranks: "apart" from the decoder's, each "joined" to one of the
     # decoder's, or each "shared" by several pipelines.
     encoder: Literal["apart", "joined", "shared"] = "apart"
@@ -119,10 +120,10 @@ ROWS: tuple[Row, ...] = (
         sharp="dp"),
     Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
         "gradients",                   "intra_dp_cp",     when="instances", field="intra_dp_cp",
-        chunk="instance", gloo=True, sharp="dp"),
+        chunk="instance", gloo=True, sharp="dp", in_instances="dp_intra-cp"),
     Row("_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
         "gradients between instances", "inter_dp_cp",     when="instances and instances_in_dense",
-        chunk="between instances", sharp="dp"),
+        chunk="between instances", sharp="dp", in_instances="dp_inter"),
     Row("_HYBRID_DP_CP_GROUPS", "dp-cp",
         "context",                     "dp_cp",           when="hybrid", check="even dp x cp",
         holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=True,
@@ -197,7 +198,7 @@ ROWS: tuple[Row, ...] = (
         "gradients between instances", "inter_ep_dp",     grid="expert_instances",
         when="instances and instances_in_expert", field="inter_dist_opt",
         loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=1, sharp="dp_replica",
-        sharp_barrier=True),
+        sharp_barrier=True, in_instances="dp_inter"),
     Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
         "statistics",                  "ep_gtp_remat_dp", grid="expert", when="expert_gtp_axis",
         field="expt_dp_gtp_remat"),

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypeAlias
 
-from compat.planned.job import Job
+from compat.megatron import communicators
+from compat.megatron.rows import run_sizes
+from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
+from compat.planned.job import Job, JobError
 from compat.planned.layouts import Layouts, groups_by_kind
 from hypergrid.messages import shown
 from hypergrid.summary import hosts_touched
@@ -179,6 +183,73 @@ def _indivisible(
             f"--{flag} is {number}, which {divisor_name}, {divisor}, does not divide.",
             f"Megatron refuses its arguments: {condition}.",
             f"Change --{flag}, or {divisor_name}.",
+        )
+
+
+def silent_losses(job: Job) -> Iterator[Finding]:
+    """Findings: what Megatron's functions accept, and do otherwise than asked without a word."""
+    yield from _short_runs(job)
+    if "a2a+p2p" in job.cp_comm_type.split() and not job.arguments.get(
+        "hierarchical_context_parallel_sizes"
+    ):
+        yield Finding(
+            "cp-comm-type",
+            "error",
+            "--cp-comm-type a2a+p2p has no --hierarchical-context-parallel-sizes.",
+            "Megatron-LM's training/arguments.py refuses this; megatron-core alone, as other "
+            "trainers use it, gives attention no context-parallel groups (extensions/"
+            "transformer_engine.py, check_initialized=False).",
+            "Give the sizes of both levels, such as --hierarchical-context-parallel-sizes 2 4.",
+        )
+    if Path(job.nccl_config).is_file():
+        groups = {row.options for row in (*ROWS, *EXTRA_ALL_GATHER)}
+        try:
+            configs = communicators.read_configs(job.nccl_config, None)
+            communicators.check_mapping(job.nccl_config, configs)
+            unread = list(communicators.unread(configs, groups))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise JobError(str(error)) from error
+        if unread:
+            yield Finding(
+                "nccl-config",
+                "warning",
+                f"{job.nccl_config} has {' and '.join(unread)}: no group reads that.",
+                "Megatron's get_nccl_options (parallel_state.py) ignores it without a word.",
+                f"Options are {', '.join(communicators.OPTIONS)}; groups are "
+                f"{', '.join(sorted(groups))}.",
+            )
+    own = [row.label for row in job.plan().rows if row.timeout is None]
+    if own and "distributed_timeout_minutes" in job.arguments and not job.one_timeout:
+        yield Finding(
+            "own-timeout",
+            "note",
+            f"{', '.join(own)}: torch's own timeout, and not --distributed-timeout-minutes.",
+            "Megatron leaves it to torch: 10 minutes with NCCL and 30 with gloo. A hang in these "
+            "ends later, or earlier, than in the others.",
+            "Start with compat.launch --timeout MINUTES, or HYPERGRID_TIMEOUT: one for all groups.",
+        )
+
+
+def _short_runs(job: Job) -> Iterator[Finding]:
+    """Runs of data x context parallel ranks that are shorter than the size they are asked for by.
+
+    Of 10 ranks there are runs of 2, and of 4 ranks 4, 4 and 2.
+    """
+    kinds = {"hybrid_context_parallel", "dynamic_context_parallel"} & set(job.arguments)
+    if not kinds:
+        return
+    members = job.request().decoder.dim_size(("dp", "cp"))
+    short = [size for size in run_sizes(members) if members % size]
+    if short:
+        yield Finding(
+            "hybrid-cp-size",
+            "error",
+            f"dp x cp is {members} ranks, which {short[-1]} does not divide: for size {short[-1]} "
+            f"the last group has {members % short[-1]}.",
+            f"Sequences on these ranks are cut for {short[-1]} ranks and exchanged among "
+            f"{members % short[-1]}. Megatron asks for an even number of ranks only "
+            f"(create_hybrid_dp_cp_groups in parallel_state.py).",
+            "Make dp x cp a multiple of each power of two up to its half, such as a power of two.",
         )
 
 

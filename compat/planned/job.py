@@ -41,6 +41,9 @@ class Job:
     # Of the model and the batch, by Megatron's flag: {"num-experts": 8}.
     model: Mapping[str, int] = field(default_factory=dict)
     user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
+    cp_comm_type: str = ""  # of each layer, as --cp-comm-type takes them
+    one_timeout: bool = False  # whether the launcher gives one to all groups
+    nccl_config: str = ""  # the path of --nccl-communicator-config-path
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
     # The flags of a command, by "used", "without effect" and "not read".
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
@@ -128,6 +131,9 @@ def of_settings(settings: Mapping[str, Any]) -> Job:
         nvlink_domain,
         model,
         "user_buffers" in settings,
+        settings.get("cp_comm_type", ""),
+        "one_timeout" in settings,
+        settings.get("nccl_config", ""),
         tuple(assumed),
     )
 

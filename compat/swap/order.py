@@ -22,13 +22,14 @@ def resolve_order(argument: Any = None) -> tuple[Any, str]:
 def check_choices() -> None:
     """Refuse variables of the environment that are invalid for every job. *Local*; without torch.
 
-    ValueError for an unknown dim, one twice, or an unknown choice. Whether an order leaves out a
-    dim, or names one that this release does not have, is checked when the sizes are known.
+    ValueError for an unknown dim, one twice, an unknown choice, or an invalid timeout. Whether an
+    order leaves out a dim, or names one that this release does not have, is checked when the sizes
+    are known.
     """
     if not any(name.startswith("HYPERGRID_") for name in os.environ):
         return  # saves every other Python process 10 ms
     from hypergrid.layout import LayoutError, dims_of
-    from hypergrid.policy import Policy
+    from hypergrid.policy import Policy, timeout_of_all
 
     order, source = resolve_order()
     if order is not None:
@@ -37,6 +38,7 @@ def check_choices() -> None:
         except LayoutError as error:
             raise ValueError(f"{error} The order comes from {source}.") from None
     Policy.resolve()
+    timeout_of_all()
 
 
 def first_of_host() -> bool:

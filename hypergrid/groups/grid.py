@@ -10,15 +10,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hypergrid import of_torch
-from hypergrid.groups import creation
+from hypergrid.groups import creation, meshes
 from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.suspension import Suspended
-from hypergrid.layout import Dims, LayoutError, RankLayout
+from hypergrid.layout import Dims, LayoutError, RankLayout, ordered
 from hypergrid.messages import Sentence
 from hypergrid.policy import Agreement, Policy
 
@@ -370,37 +368,65 @@ class HyperCommGrid:
             rank = dist.get_rank()
         return self._layout(view).coordinate(rank)
 
-    def device_mesh(self, dims: Dims | None = None, device_type: str | None = None) -> DeviceMesh:
+    def device_mesh(
+        self,
+        dims: Dims | None = None,
+        device_type: str | None = None,
+        *,
+        view: str | None = None,
+        flattened: Mapping[str, Dims] | None = None,
+    ) -> DeviceMesh:
         """A torch ``DeviceMesh`` over the groups of this grid; creates none. *Local*.
 
-        RuntimeError if this rank is outside the grid.
+        In the mesh the slowest dim is the first. Over some dims it has the ranks that differ on
+        these from this one. Dims of it that are flattened use the grid's group over them, if it has
+        one; with a torch that cannot, which ``hypergrid doctor`` says, they have one more group.
 
         Parameters
         ----------
-        dims : str or iterable of str, optional
-            The dims of the mesh, by default all. KeyError for one without its group, which
-            ``create_pg(dim)`` creates. In the mesh the slowest is the first. Over some dims it has
-            the ranks that differ on these from this one.
+        dims : str or iterable of str
+            The dims of the mesh, by default all. One of several names may join dims of the grid:
+            ``["replicate", "shard-cp"]`` are two dims of the mesh.
         device_type : str, optional
-            Such as "cpu" or "cuda"; by default what the groups' backend serves.
-        """
-        from torch.distributed.device_mesh import DeviceMesh
+            Such as "cpu" or "cuda"; by default the accelerator that is there if the groups serve
+            it, else "cpu".
+        view : str, optional
+            Which factorisation the dims are of; by default the grid's own.
+        flattened : mapping of str to dims, optional
+            Further names of such flattened dims of the mesh: ``{"fsdp": "shard-cp"}``. Without
+            one it is torch's, "shard_cp".
 
-        rank = dist.get_rank()
-        if rank not in self.layout:
-            raise RuntimeError(f"rank {rank} is outside {self.layout!r}: it has no mesh.")
-        names = ordered(self.layout, self.layout.dims if dims is None else dims)
-        groups = [self.get_pg(dim) for dim in names]
-        sizes = [self.layout.size_of(dim) for dim in names]
-        ranks = torch.tensor(self.layout.group(rank, names), device="cpu")
-        if device_type is None:
-            device_type = _device_type(groups[0])
-        return DeviceMesh.from_group(
-            groups,  # type: ignore[arg-type]
-            device_type,
-            mesh=ranks.reshape(sizes),
-            mesh_dim_names=tuple(names),
-        )
+        Raises
+        ------
+        RuntimeError
+            This rank is outside the grid.
+        KeyError
+            There is no such view, or no group over one of the dims: ``create_pg(dim)`` creates it.
+        ValueError
+            A dim that the view does not have, or that is named twice; dims to flatten that the
+            mesh does not have, or has in another order than the group.
+
+        Examples
+        --------
+        >>> grid = HyperCommGrid([2, 2, 2], ["cp", "shard", "replicate"])  # doctest: +SKIP
+        >>> grid.device_mesh(["replicate", "shard-cp"]).mesh.tolist()      # doctest: +SKIP
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        """
+        layout = self._layout(view)
+        if dist.get_rank() not in layout:
+            raise RuntimeError(f"rank {dist.get_rank()} is outside {layout!r}: it has no mesh.")
+
+        def group_over(names: Sequence[str]) -> ProcessGroup | None:
+            key, _, _ = self._find(names, view)
+            return self._pgs.get(key)
+
+        mesh_dims = meshes.joined_dims(layout, dims)
+        groups = [self.get_pg(joined, view=view) for joined in mesh_dims.values()]
+        mesh = meshes.over(layout, mesh_dims, groups, device_type)
+        for name, parts in meshes.flattened_dims(mesh_dims, group_over, flattened or {}).items():
+            group = self.get_pg(meshes.join(mesh_dims, parts), view=view)
+            meshes.flatten(mesh, name, parts, group, must=name in (flattened or {}))
+        return mesh
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> HyperCommGrid:
@@ -474,12 +500,6 @@ def _call(key: Key) -> str:
     return f"{'-'.join(dims)!r}, view={view!r}"
 
 
-def ordered(layout: RankLayout, dims: Dims) -> list[str]:
-    """``dims``, the slowest first."""
-    axes = sorted(layout.axes(dims), reverse=True)
-    return [layout.dims[axis] for axis in axes]
-
-
 def _check_dims(dims: Sequence[str], layout: RankLayout, where: str) -> None:
     for dim in dims:
         if dim not in layout.dims:
@@ -491,13 +511,6 @@ def _check_dims(dims: Sequence[str], layout: RankLayout, where: str) -> None:
 def _policy() -> Policy:
     # Each combination is a group of its own, whatever the environment says about sharing.
     return replace(Policy.resolve(), share="none")
-
-
-def _device_type(group: ProcessGroup | None) -> str:
-    for device_type in of_torch.device_types(group):
-        if device_type != "cpu" and torch.get_device_module(device_type).is_available():
-            return device_type
-    return "cpu"
 
 
 def world_size() -> int:

@@ -171,3 +171,23 @@ def test_a_rank_outside_the_window_that_a_function_named_has_no_group_for_sharp(
     assert dist.get_process_group_ranks(ps.get_embedding_group()) == [0, 4]
     assert ps._DATA_PARALLEL_GROUP_WITH_CP is None
     ps.destroy_model_parallel()
+
+
+def test_a_name_that_there_never_was_says_which_are_similar():
+    with pytest.raises(AttributeError) as caught:
+        _ = ps.get_tensor_model_paralel_rank
+    assert str(caught.value).startswith(
+        "module 'compat.parallel_state' has no attribute 'get_tensor_model_paralel_rank': similar "
+        "are get_tensor_model_parallel_rank"
+    )
+    assert not hasattr(ps, "__wrapped__")
+
+
+def test_a_name_of_another_release_says_which():
+    code = "import compat.parallel_state as ps\ntry: ps.is_inside_encoder\n"
+    code += "except AttributeError as error: print(error)"
+    done = warm.run("-c", code, HYPERGRID_MEGATRON_RELEASE="0.16.1")
+    assert done.stdout == (
+        "module 'compat.parallel_state' has no attribute 'is_inside_encoder': megatron-core 0.12 "
+        "to 0.13 has it, and 0.16 is followed here\n"
+    )

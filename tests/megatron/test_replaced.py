@@ -128,3 +128,22 @@ def test_a_world_that_is_only_told_is_rehearsed_as_on_stock(real_ranks):
         (warning, *_) = warnings_of[ps]
         assert f"says that there are {world} ranks" in str(warning.message)
         assert warning.filename == __file__
+
+
+@on_ranks(4)
+def test_a_generator_whose_groups_descend_is_warned_of_once(rank):
+    class Descending(ps.RankGenerator):
+        def get_ranks(self, token):
+            return [ranks[::-1] for ranks in super().get_ranks(token)]
+
+    with (
+        mock.patch.object(ps, "RankGenerator", Descending),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ps.initialize_model_parallel(tensor_model_parallel_size=2)
+            ps.destroy_model_parallel()
+    told = [str(each.message) for each in caught if "do not ascend" in str(each.message)]
+    assert len(told) == 1
+    assert "such as [2, 0] over dp" in told[0]

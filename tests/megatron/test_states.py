@@ -11,6 +11,7 @@ import torch.distributed as dist
 from compat import parallel_state as ps
 from compat.megatron import getters
 from compat.state import ParallelState, make_current
+from hypergrid import HyperCommGrid
 from tests.support import warm
 from tests.support.forked import on_ranks, open_groups, total
 
@@ -234,3 +235,15 @@ def test_the_grid_of_a_state_has_its_groups_dense_and_expert_as_two_views(two):
     extra = grid.create_pg("ep-dp", view="expert", group_desc="mine")
     two[1].destroy()
     assert extra not in open_groups()
+
+
+@on_ranks(4)
+def test_code_beside_megatron_creates_a_group_by_its_members_alone(rank):
+    # Ranks of different stages have different numbers of groups. Torch up to 2.14 makes the name of
+    # a group with use_local_synchronization from that number: its members wait in vain.
+    state = ParallelState.create(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    if rank < 3:
+        grid = HyperCommGrid([3], ["x"])
+        assert total(grid.create_pg("x")) == 3
+        grid.destroy()
+    state.destroy()

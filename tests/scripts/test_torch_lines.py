@@ -13,6 +13,8 @@ from hypergrid import of_torch
 from hypergrid.groups import creation
 from tests.support import ROOT
 
+FILES = ("distributed_c10d.py", "device_mesh.py", "_distributed_c10d.pyi", "__init__.pyi")
+FILES += ("fake_pg.py",)
 LINES = ["2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 
 
@@ -33,7 +35,7 @@ def _text(version, name):
 @pytest.mark.parametrize("version", LINES)
 def test_every_part_that_is_looked_for_in_a_line_has_its_names_there(version):
     words = set()
-    for file in ("distributed_c10d.py", "_distributed_c10d.pyi", "__init__.pyi", "fake_pg.py"):
+    for file in FILES:
         words.update(re.findall(r"\w+", _text(version, file)))
     library = _text(version, "names")  # a name may be the end of a longer one
     missing = []

@@ -6,6 +6,7 @@ Ranks
     warm            Python commands without a start of Python
     backends        backends over gloo, as outside code registers them
     nccl_rules      a backend over gloo that keeps NCCL's rules
+    deep_ep         DeepEP's buffers over gloo groups, and who waits in them
     counting        a store that counts what a rank does in it
 Oracles
     stock           Megatron's own modules, of each release
@@ -26,7 +27,7 @@ Hangs and failures
     hostile         garbled and absurd files for the command line
     cluster_scripts what bash starts: scripts of clusters, with printing programs as launchers
 Programs and pages
-    audited, consumers, te_program                  programs over megatron-core or its neighbours
+    audited, consumers, holding, te_program         programs over megatron-core or its neighbours
     pages, commands, run_pages                      the blocks of README and docs, run
 """
 

@@ -1,0 +1,124 @@
+"""Meshes of torch over groups that there are: their dims, their ranks, flattened dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hypergrid import of_torch
+from hypergrid.layout import Dims, RankLayout, ordered
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MeshDims = Mapping[str, Sequence[str]]  # by the name of each dim of a mesh: the dims that it joins
+
+
+def over(
+    layout: RankLayout,
+    mesh_dims: MeshDims,
+    groups: Sequence[ProcessGroup | None],
+    device_type: str | None,
+) -> DeviceMesh:
+    """The mesh of this rank, with a group for each of ``mesh_dims``. *Local*."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if device_type is None:
+        device_type = _device_type(groups[0])
+    return DeviceMesh.from_group(
+        groups,  # type: ignore[arg-type]
+        device_type,
+        mesh=ranks_of(layout, dist.get_rank(), list(mesh_dims.values())),
+        mesh_dim_names=tuple(mesh_dims),
+    )
+
+
+def flattened_dims(
+    mesh_dims: MeshDims,
+    group_over: Callable[[Sequence[str]], ProcessGroup | None],
+    further: Mapping[str, Dims],
+) -> dict[str, Sequence[str]]:
+    """The dims of the mesh over which there is a group, by torch's name, and ``further`` ones."""
+    by_name: dict[str, Sequence[str]] = {}
+    for count in range(2, len(mesh_dims) + 1):
+        for parts in combinations(mesh_dims, count):
+            name = "_".join(parts)
+            if name not in mesh_dims and group_over(join(mesh_dims, parts)) is not None:
+                by_name[name] = parts
+    for name, dims in further.items():
+        by_name[name] = _named(mesh_dims, dims)
+    return by_name
+
+
+def flatten(
+    mesh: DeviceMesh, name: str, parts: Sequence[str], group: ProcessGroup | None, must: bool
+) -> None:
+    """Let ``parts`` of the mesh, flattened as ``name``, have ``group``."""
+    part = mesh[tuple(parts)]
+    # Not over a-c and b: torch takes the ranks by a, c, b, and the group by a, b, c.
+    is_in_order = part.mesh.flatten().tolist() == dist.get_process_group_ranks(group)
+    if is_in_order:
+        of_torch.flatten(part, name, group)
+    elif must:
+        raise ValueError(
+            f"dims {list(parts)} cannot be flattened as {name!r}: the ranks of the mesh are not in "
+            f"the order of the group. Take a mesh over {'-'.join(parts)!r}."
+        )
+
+
+def joined_dims(layout: RankLayout, dims: Dims | None) -> dict[str, list[str]]:
+    """The dims of a mesh by name, the slowest first: which dims of the layout each joins.
+
+    Of ("cp", "shard", "replicate") the dims ["shard-cp", "replicate"] are {"replicate":
+    ["replicate"], "shard-cp": ["shard", "cp"]}.
+    """
+    if dims is None:
+        dims = layout.dims
+    elif isinstance(dims, str):
+        dims = ordered(layout, dims)
+    names = [*dims]
+    joined_by_name = {name: ordered(layout, name) for name in names}
+    layout.axes(join(joined_by_name, names))  # refuses a dim that is there twice
+    by_speed = sorted(joined_by_name, key=lambda name: -max(layout.axes(joined_by_name[name])))
+    return {name: joined_by_name[name] for name in by_speed}
+
+
+def join(mesh_dims: MeshDims, names: Iterable[str]) -> list[str]:
+    """The dims of the layout that these dims of a mesh join."""
+    return [dim for name in names for dim in mesh_dims[name]]
+
+
+def _named(mesh_dims: MeshDims, dims: Dims) -> list[str]:
+    """The dims of a mesh that ``dims`` names, in the order of the mesh. ValueError on others."""
+    if isinstance(dims, str):
+        dims = [dims] if dims in mesh_dims else dims.split("-")
+    names = set(dims)
+    if not names <= set(mesh_dims) or len(names) < 2:
+        raise ValueError(
+            f"cannot flatten {sorted(names)}: name two dims of the mesh or more, of "
+            f"{list(mesh_dims)}."
+        )
+    return [name for name in mesh_dims if name in names]
+
+
+def ranks_of(layout: RankLayout, rank: int, mesh_dims: Sequence[Sequence[str]]) -> torch.Tensor:
+    """The ranks of the mesh of ``rank``, one axis for each of ``mesh_dims``."""
+    dims = [dim for joined in mesh_dims for dim in joined]
+    slowest_first = ordered(layout, dims)
+    ranks = torch.tensor(layout.group(rank, dims), device="cpu")
+    ranks = ranks.reshape([layout.size_of(dim) for dim in slowest_first])
+    # Of dims (a, b, c), the slowest first, the mesh dims a-c and b are the axes (0, 2) and (1,).
+    ranks = ranks.permute([slowest_first.index(dim) for dim in dims])
+    return ranks.reshape([layout.dim_size(joined) for joined in mesh_dims])
+
+
+def _device_type(group: ProcessGroup | None) -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in of_torch.device_types(group):
+        return accelerator.type
+    return "cpu"
