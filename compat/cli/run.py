@@ -38,6 +38,7 @@ _NOT_RUN = ("sbatch", "salloc", "scancel", "qsub", "bsub")
 _NAMED = """#!/bin/sh
 echo "hypergrid: ${0##*/} is not run; a script that it would submit goes behind --run" >&2
 """
+# Scripts put folders in front of PATH, and start launchers by timeout, nohup and exec.
 _FIRST_ON_PATH = f"""trap 'case $PATH in "${_FOLDER}":*) ;; *) PATH=${_FOLDER}:$PATH ;; esac' DEBUG
 """
 _SCONTROL = """#!/bin/sh
@@ -45,6 +46,12 @@ _SCONTROL = """#!/bin/sh
 host=0
 while [ "$host" -lt "${SLURM_NNODES:-1}" ]; do echo "host$host"; host=$((host + 1)); done
 """
+# Variables of each SLURM job that change no group, for scripts that end without them.
+_OF_EACH_JOB = {
+    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1"),
+    **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
+    **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost"),
+}
 _LAST_SECONDS = 2  # for processes that a script has left in the background
 _STAND_IN = "import sys; sys.path.insert(0, {root!r}); from compat.cli.run import main; main()"
 
@@ -69,7 +76,8 @@ def launches(
     text = script.read_text("utf-8", "surrogateescape")
     of_slurm = head_of(text)
     if "\n#SBATCH" in text:
-        of_slurm |= _of_slurm(script)
+        of_slurm |= _OF_EACH_JOB
+        of_slurm["SLURM_SUBMIT_DIR"] = str(script.resolve().parent)
     with tempfile.TemporaryDirectory(prefix="hypergrid-") as name:
         folder = Path(name)
         environment = {**of_slurm, **os.environ, **_stand_ins(folder)}
@@ -80,43 +88,32 @@ def launches(
     return Recording(commands, status)
 
 
-def _of_slurm(script: Path) -> dict[str, str]:
-    """Variables of each SLURM job that change no group, for scripts that end without them."""
-    variables = {"SLURM_SUBMIT_DIR": str(script.resolve().parent)}
-    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
-        variables[name] = "1"
-    for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"):
-        variables[name] = "0"
-    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        variables[name] = "localhost"
-    return variables
-
-
 def _stand_ins(folder: Path) -> dict[str, str]:
     """Write the stand-ins into a folder; the variables with which bash finds them first."""
-    variables = {_FOLDER: str(folder), "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}"}
     code = _STAND_IN.format(root=str(Path(__file__).parents[2]))
+    texts = dict.fromkeys(_NOT_RUN, _NAMED)
+    texts["scontrol"] = _SCONTROL
+    if shutil.which("module") is None and "BASH_FUNC_module%%" not in os.environ:
+        texts["module"] = "#!/bin/sh\n"
     for program in flags_of("programs"):
-        is_module = "." in program and not program.startswith("python3.")
-        is_missing = program.startswith("python3.") and shutil.which(program) is None
-        if is_module or is_missing or program in _REAL:
-            continue
+        is_other_python = program.startswith("python3.")
+        is_module = "." in program and not is_other_python
+        is_missing = is_other_python and shutil.which(program) is None
+        if not (is_module or is_missing or program in _REAL):
+            words = shlex.join([sys.executable, "-I", "-c", code, program])
+            texts[program] = f'#!/bin/sh\nexec {words} "$@"\n'
+    variables = {_FOLDER: str(folder), "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}"}
+    for program, text in texts.items():
         path = folder / program
-        words = shlex.join([sys.executable, "-I", "-c", code, program])
-        path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        path.write_text(text)
         path.chmod(0o755)
         variables[f"BASH_FUNC_{program}%%"] = f'() {{ "${_FOLDER}/{program}" "$@"\n}}'
-    others = {**dict.fromkeys(_NOT_RUN, _NAMED), "scontrol": _SCONTROL}
-    if shutil.which("module") is None:
-        others["module"] = "#!/bin/sh\n"
-    # Scripts put folders in front of PATH, and start launchers by timeout, nohup and exec.
-    of_user = os.environ.get("BASH_ENV")
+    # Bash reads this file first, and the user's own one.
     start_up = folder / "start_up"
-    start_up.write_text((f". {shlex.quote(of_user)}\n" if of_user else "") + _FIRST_ON_PATH)
+    start_up.write_text(_FIRST_ON_PATH)
+    if "BASH_ENV" in os.environ:
+        start_up.write_text(f". {shlex.quote(os.environ['BASH_ENV'])}\n{_FIRST_ON_PATH}")
     variables["BASH_ENV"] = str(start_up)
-    for program, text in others.items():
-        (folder / program).write_text(text)
-        (folder / program).chmod(0o755)
     return variables
 
 
