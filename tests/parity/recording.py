@@ -27,8 +27,6 @@ from tests.parity.surface import (
     public_functions,
 )
 
-UNREACHABLE = {"HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L1"}
-
 
 class _Config:
     """NCCL's settings, with the types that torch insists on."""
@@ -115,8 +113,7 @@ class Recorder:
             os.environ.get("NCCL_COLLNET_ENABLE"),
         )
         self._alive.append(group)
-        if group_desc not in UNREACHABLE:
-            self.created.append((group_desc, tuple(sorted(members)), *requested))
+        self.created.append((group_desc, tuple(sorted(members)), *requested))
         return group
 
     new_group.__hypergrid_members_only__ = True  # type: ignore[attr-defined]  # it only listens
@@ -135,7 +132,7 @@ class Recorder:
         for group in groups:
             if not group:
                 kinds.append(repr(group))
-            elif group in c10d._world.pg_map and group.group_desc not in UNREACHABLE:
+            elif group in c10d._world.pg_map:
                 kinds.append(repr((group.group_desc, tuple(dist.get_process_group_ranks(group)))))
         return sorted(kinds)
 
