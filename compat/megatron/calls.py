@@ -17,8 +17,8 @@ from compat.megatron.rows import (
     cut,
     level_of,
     level_sizes,
-    loop_of,
     loops,
+    origin,
     rows_of,
 )
 from compat.megatron.table import Row
@@ -87,7 +87,7 @@ class Calls:
         helpers were declared with ``compat.members_only``.
         """
         request = self.planned_rows.request
-        for _, same_loop in groupby(rows_of(request), loop_of):
+        for _, same_loop in groupby(rows_of(request), lambda row: (*origin(row), row.creator)):
             rows = list(same_loop)
             around: AbstractContextManager[None] = nullcontext()
             if rows[0].sharp == "dp":

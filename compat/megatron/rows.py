@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import chain, groupby
+from itertools import chain
 from math import log2, prod
 from typing import Any
 
@@ -68,7 +68,7 @@ class PlannedRows:
         planned: list[PlannedRow] = []
         for row in table_rows:
             planned.extend(_plan(request, row))
-        return [_listed(request, row) for row in _in_order(planned)]
+        return [_listed(request, row) for row in planned]
 
     @cached_property
     def sharp_rows(self) -> list[PlannedRow]:
@@ -235,17 +235,6 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
         yield PlannedRow(row, row.slot + "_GLOO", None, twin, is_twin=True)
 
 
-def _in_order(planned_rows: list[PlannedRow]) -> list[PlannedRow]:
-    """The rows as upstream creates them: of those in one loop the twins come last."""
-    ordered: list[PlannedRow] = []
-    for _, same_loop in groupby(planned_rows, lambda planned: loop_of(planned.table_row)):
-        in_loop = list(same_loop)
-        whole = [planned for planned in in_loop if not planned.table_row.is_cut]
-        ordered += sorted(whole, key=lambda planned: planned.is_twin)
-        ordered += [planned for planned in in_loop if planned not in whole]
-    return ordered
-
-
 def _members(request: Request) -> int:
     return request.decoder.dim_size(("dp", "cp"))
 
@@ -387,11 +376,6 @@ def _listed(request: Request, planned: PlannedRow) -> PlannedRow:
 def origin(row: Row) -> tuple[str, str]:
     """The grid, and the dims whose groups upstream loops over to make those of ``row``."""
     return row.grid.partition("_")[0], row.loop or row.dims
-
-
-def loop_of(row: Row) -> tuple[str, str, str]:
-    """What rows that upstream makes in one loop have in common."""
-    return (*origin(row), row.creator)
 
 
 def loops(request: Request, row: Row) -> list[list[int]]:

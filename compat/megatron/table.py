@@ -81,11 +81,6 @@ class Row:
         object.__setattr__(self, "label", label)
         object.__setattr__(self, "twin_label", twin)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the groups are parts of those that upstream loops over."""
-        return bool(self.chunk or self.levels) or self.holds == "sizes"
-
 
 @dataclass(frozen=True, eq=False)
 class Alias:

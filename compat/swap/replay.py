@@ -347,7 +347,11 @@ def _values(record: Record, state: ParallelState) -> Iterator[tuple[str, Any, An
     stock = record.stock
     names = [name for name in vars(stock) if name not in record.loaded and name[:2] != "__"]
     for name in (*sorted(SLOTS), *names):
-        yield name, getattr(stock, name, _ABSENT), state._values.get(name, _ABSENT)
+        values = [getattr(stock, name, _ABSENT), state._values.get(name, _ABSENT)]
+        if name == "_global_process_group_list":
+            # Its order is that of creation, which has no effect.
+            values = [sorted(v, key=id) if type(v) is list else v for v in values]
+        yield name, *values
     for name in FUNCTIONS:
         stock_getter = getattr(stock, name, None)
         if not callable(stock_getter) or not name.startswith(_GETTERS):

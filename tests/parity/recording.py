@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from compat.state import ParallelState, make_current
 from tests.parity.surface import (
     Call,
     Config,
@@ -70,6 +71,8 @@ class Recorder:
 
     def __init__(self, module: ModuleType, config: Config, rank: int, release: str) -> None:
         self.module, self.config, self.rank, self.release = module, config, rank, release
+        if hasattr(module, "current_state"):  # ours: lists of ranks outlive a destroy
+            make_current(ParallelState())
         self.world: int = config["world_size"]
         self.created: list[tuple[Any, ...]] = []
         self.barriers: list[Any] = []

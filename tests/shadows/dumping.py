@@ -253,7 +253,10 @@ def dump_rank(
             dump[f"environment {variable}"] = os.environ.get(variable)
         for name in sorted(state):
             if hasattr(module, name):
-                dump[f"global {name}"] = viewer.show(getattr(module, name), name)
+                value = viewer.show(getattr(module, name), name)
+                if name == "_global_process_group_list" and isinstance(value, list):
+                    value = sorted(value)  # the order of creation has no effect
+                dump[f"global {name}"] = value
         for name, keywords in calls(module, ignored):
             text = f"{name}({keywords})"
             try:

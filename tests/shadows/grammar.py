@@ -456,7 +456,7 @@ def virtual_rank_none(text: Text) -> tuple[str, str] | None:
 @rule
 def list_of_all_groups(text: Text) -> tuple[str, str] | None:
     name = "_global_process_group_list"
-    values = (f"{name}[::-1]", f"{name} + [None]", "None", f"tuple({name})", f"{name}[:1]")
+    values = (f"{name}[1:]", f"{name} + [None]", "None", f"tuple({name})", f"{name}[:1]")
     new = text.rng.choice(values)
     lines = (f"global {name}", f"{name} = {new}")
     return new, text.at_end_of_initialisation(*lines)
