@@ -41,7 +41,7 @@ def build(*, name: str = "", **arguments: Any) -> Any:
     state = ParallelState.create(name=name, **arguments)
     collection = from_state(state)
     for row in ROWS:
-        if row.gloo:
+        if row.gloo and row.twin_kept:
             setattr(collection, f"{row.field}_gloo", getattr(state, f"{row.slot}_GLOO"))
     collection.hybrid_dp_cp = dict(state._HYBRID_DP_CP_GROUPS)
     collection.virtual_pipeline_stages = state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE

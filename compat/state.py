@@ -75,6 +75,17 @@ OVERRIDE_SLOTS = tuple(
     for number in ("RANK", "WORLD_SIZE")
 )
 SLOTS = frozenset(filter(has, (*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHER_SLOTS)))
+# What upstream's destroy_model_parallel() leaves: clients read the lists of ranks afterwards.
+LEFT_BEHIND = SLOTS.intersection(
+    (
+        *("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"),
+        *("_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"),
+        *("_MODEL_PARALLEL_GLOBAL_RANKS", "_EXPERT_MODEL_PARALLEL_RANKS"),
+        *("_EMBEDDING_GLOBAL_RANKS", "_MPU_DATA_PARALLEL_RANK", "_MPU_DATA_PARALLEL_WORLD_SIZE"),
+    )
+)
+# What an initialisation does not set, and takes over from before it.
+TAKEN_OVER = SLOTS.intersection((*OVERRIDE_SLOTS, *OTHER_SLOTS))
 _NO_GROUP = (object(), 0, 0)
 _current: Any = None  # the state that compat.parallel_state answers from
 _module_values: Values = {"__builtins__": __builtins__}  # where its values are
@@ -134,7 +145,7 @@ class ParallelState:
         self.is_destroyed = False
         self._caches: caches.Values = {}  # megatron-core's, while this state is not current
         # Without __name__: torch.compile would ask the module of that name instead.
-        self._values: Values = {"__builtins__": __builtins__}
+        self._values: Values = {"__builtins__": __builtins__, **dict.fromkeys(LEFT_BEHIND)}
         self._forget()
         _states.add(self)
 
@@ -179,7 +190,7 @@ class ParallelState:
         self.planned: PlannedRows | None = None
         self._grid: HyperCommGrid | None = None
         self._global_process_group_list: list[ProcessGroup | None] | None = None
-        self._put({**dict.fromkeys(SLOTS), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
+        self._put({**dict.fromkeys(SLOTS - LEFT_BEHIND), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
         self._put(empty_values())
 
     @classmethod
@@ -222,12 +233,7 @@ class ParallelState:
                 self.is_destroyed = False
                 if grid.pool is None:
                     values["_absence"] = self._outside_in_words(planned)
-                created = values.pop("_global_process_group_list")
-                self._put(values)
-                if created:  # behind those that create_group made before
-                    earlier = self._global_process_group_list or [None]
-                    self._global_process_group_list = [*earlier, *created[1:]]
-                self._put_stages(request)
+                self.take_values(values, request)
                 if self is not _current:
                     self._bind()  # now, since torch.compile cannot trace it in a method
                 set_buffer = request.helpers.get("_set_global_memory_buffer")
@@ -248,7 +254,13 @@ class ParallelState:
             f"of them."
         )
 
-    def _put_stages(self, request: Request) -> None:
+    def take_values(self, values: Values, request: Request) -> None:
+        """Take over the values that were filled for a request, and those that follow from it."""
+        created = values.pop("_global_process_group_list", [None])
+        self._put(values)
+        if created:  # behind those that create_group made before
+            earlier = self._global_process_group_list or [None]
+            self._global_process_group_list = [*earlier, *created[1:]]
         stages = request.virtual_pipeline_model_parallel_size
         if stages is not None:
             self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
@@ -299,8 +311,7 @@ class ParallelState:
 
     def take_over(self, before: ParallelState) -> None:
         """Keep what was written before initialisation and is no group's, as upstream does."""
-        kept = SLOTS.intersection((*OVERRIDE_SLOTS, *OTHER_SLOTS))
-        self._put({slot: getattr(before, slot) for slot in kept})
+        self._put({slot: getattr(before, slot) for slot in TAKEN_OVER})
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
@@ -309,9 +320,10 @@ class ParallelState:
         self._global_process_group_list.append(group)
 
     def destroy(self, abort: bool = False) -> None:
-        """Close all groups of this state and forget everything; idempotent.
+        """Close all groups of this state and forget them; idempotent.
 
-        *Local* with ``abort``; else NCCL waits until the other members close theirs.
+        Lists of ranks stay, as upstream's do. *Local* with ``abort``; else NCCL waits until the
+        other members close theirs.
 
         Parameters
         ----------

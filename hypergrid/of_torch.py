@@ -323,6 +323,16 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
     (public or c10d._set_pg_timeout)(timeout, group)
 
 
+def timeouts_of(group: ProcessGroup) -> list[timedelta]:
+    """The timeouts that a live group has now, of each of its backends that tells its own."""
+    timeouts = []
+    for part in parts_of(group):
+        timeout = getattr(getattr(checked_by(part), "options", None), "_timeout", None)
+        if timeout is not None:
+            timeouts.append(timeout)
+    return timeouts
+
+
 # Their names.
 
 

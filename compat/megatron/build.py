@@ -44,19 +44,11 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     ``values["_numbers"]`` the group's ``(1, 2)``: rank 3 is at place 1 of 2.
     """
     request = planned_rows.request
-    # Outside code takes part in creating groups, or says that ranks are there which are not.
-    through_helpers = request.pretended_world is not None or creates(request.helpers)
-    pg_options: list[Any] = [None] * len(planned_rows.rows)
-    if not through_helpers and (request.nccl_configs or "get_nccl_options" in request.helpers):
-        # First: their errors must be raised before a group exists.
-        with request.telling_others():
-            pg_options = [_options(planned_rows, planned) for planned in planned_rows.rows]
-    if RELEASE_HAS["sharp_switched"]:
-        os.environ.pop(_COLLNET, None)
-    if request.pipeline_model_parallel_comm_backend == "ucc":
-        communicators.prepare_ucc()
-    values["_global_process_group_list"] = [None]  # the default group
-    grid = _grid_over(request)
+    # First: errors of the options must be raised before a group exists.
+    with request.telling_others():
+        pg_options = options_of_rows(planned_rows)
+    prepare_environment(request)
+    grid = grid_over(request)
     if request.pretended_world is not None:
         _warn_of_pretended_ranks(request.pretended_world)
     if dist.get_rank() not in planned_rows.participants:
@@ -66,15 +58,9 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
         owner += f", with {in_words(request.helpers)} replaced"
     pool = grid.begin(request.policy, owner)
     try:
-        with _commit_of(planned_rows, pool, through_helpers):
+        with _commit_of(planned_rows, pool):
             _check_window(planned_rows, pool.agreement)
-            if through_helpers:
-                _call_helpers(planned_rows, values, pool)
-            else:
-                for planned, options in zip(planned_rows.rows, pg_options, strict=True):
-                    with _sharp([planned], planned_rows, values):
-                        _create(pool, grid, planned_rows, planned, options, values)
-            _assign_aliases(request, values)
+            fill(values, planned_rows, pg_options, pool, grid)
         _hold_instances(planned_rows, grid, values)
         _barrier_on_each(request, values)  # when all ranks have all groups
     except BaseException:
@@ -84,9 +70,51 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     return grid
 
 
-def _commit_of(
-    planned_rows: PlannedRows, pool: GroupPool, through_helpers: bool
-) -> AbstractContextManager[None]:
+def _through_helpers(request: Request) -> bool:
+    """Whether outside code takes part in creating groups, or says that absent ranks are there."""
+    return request.pretended_world is not None or creates(request.helpers)
+
+
+def options_of_rows(planned_rows: PlannedRows) -> list[Any]:
+    """The communicator options of each row; all None where helpers are called, which ask again."""
+    request = planned_rows.request
+    has_options = request.nccl_configs or "get_nccl_options" in request.helpers
+    if _through_helpers(request) or not has_options:
+        return [None] * len(planned_rows.rows)
+    return [_options(planned_rows, planned) for planned in planned_rows.rows]
+
+
+def prepare_environment(request: Request) -> None:
+    """Set and remove the variables that upstream does before it creates a group."""
+    if RELEASE_HAS["sharp_switched"]:
+        os.environ.pop(_COLLNET, None)
+    if request.pipeline_model_parallel_comm_backend == "ucc":
+        communicators.prepare_ucc()
+
+
+def fill(
+    values: Values,
+    planned_rows: PlannedRows,
+    pg_options: Sequence[Any],
+    pool: GroupPool,
+    grid: HyperCommGrid,
+) -> None:
+    """Create this rank's groups in ``pool``, and put them into ``values``, as ``build`` says.
+
+    A shadow run calls it too, with a pool that looks up the groups of stock. *Collective* over the
+    request's participants.
+    """
+    values["_global_process_group_list"] = [None]  # the default group
+    if _through_helpers(planned_rows.request):
+        _call_helpers(planned_rows, values, pool)
+    else:
+        for planned, options in zip(planned_rows.rows, pg_options, strict=True):
+            with _sharp([planned], planned_rows, values):
+                _create(pool, grid, planned_rows, planned, options, values)
+    _assign_aliases(planned_rows.request, values)
+
+
+def _commit_of(planned_rows: PlannedRows, pool: GroupPool) -> AbstractContextManager[None]:
     """The two-phase commit in which the groups are created."""
     request = planned_rows.request
     # The ranks of a pretended world are not there to agree.
@@ -97,7 +125,7 @@ def _commit_of(
         planned_rows.proposal(),
         request.timeout,
         request.init_count,
-        one_device=not through_helpers,
+        one_device=not _through_helpers(request),
         call="initialize_model_parallel",
     )
 
@@ -164,21 +192,7 @@ def _warn_of_pretended_ranks(count: int) -> None:
     )
 
 
-def place(planned_rows: PlannedRows, values: Values) -> None:
-    """Fill ``values`` as ``build``, through helpers that only look up groups of others. *Local*.
-
-    The caller has replaced ``torch.distributed.new_group``, and the helpers that outside code has
-    replaced.
-    """
-    request = planned_rows.request
-    through = calls.Calls(planned_rows, request.helpers, dist.get_rank(), "shadow", "")
-    with group_helpers.collecting():  # or the current state would note groups of others
-        for planned, ranks, group in through.groups():
-            _place(values, planned, group, ranks)
-    _assign_aliases(request, values)
-
-
-def _grid_over(request: Request) -> HyperCommGrid:
+def grid_over(request: Request) -> HyperCommGrid:
     # The other layouts are views; same pipelines share their groups.
     stride = request.decoder.stride("pp")
     views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}

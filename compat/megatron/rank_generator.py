@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from math import prod
 
-from compat.megatron.releases import RELEASE_HAS, as_released
+from compat.megatron.releases import RELEASE_HAS, as_released, has
 from compat.megatron.request import lay_out, now
 from hypergrid.layout import RankLayout
 
@@ -108,6 +109,15 @@ class RankGenerator:
                 f"gtp_remat has size {self.gtp_remat} here, {gtp_remat_size} was asked for."
             )
         return self.get_ranks("gtp_remat")
+
+
+if not has("gtp_remat_size"):
+    del RankGenerator.get_gtp_ranks
+    _signature = inspect.signature(RankGenerator.__init__)
+    _shown = [p for p in _signature.parameters.values() if p.name != "gtp_remat"]
+    RankGenerator.__init__.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+        parameters=_shown
+    )
 
 
 @as_released

@@ -305,10 +305,32 @@ def in_words() -> str:
     return words
 
 
+# Where the public functions are upstream's, and no others but `missing`.
+_WITH_UPSTREAMS_FUNCTIONS = (
+    "compat.megatron.communicators",
+    "compat.megatron.getters.",
+    "compat.megatron.helpers",
+    "compat.megatron.rank_generator",
+)
+
+
+def is_upstreams(name: str, value: object) -> bool:
+    """Whether a function of ``compat.parallel_state`` is one of upstream's."""
+    if name.startswith("_") or name == "missing" or not isinstance(value, FunctionType):
+        return False
+    return value.__module__.startswith(_WITH_UPSTREAMS_FUNCTIONS)
+
+
 def drop_absent(names: dict[str, Any]) -> None:
-    """Remove from a module's names those that the release does not have."""
-    for name in list(names):
-        if not has(name):
+    """Remove from a module's names those that the release does not have.
+
+    Also functions that all releases have, and that the source does not mention.
+    """
+    for name, value in list(names.items()):
+        is_gone = False
+        if SOURCE is not None and not EVERY and is_upstreams(name, value):
+            is_gone = name not in SOURCE.words
+        if is_gone or not has(name):
             del names[name]
 
 
@@ -334,15 +356,23 @@ def _other_defaults(function: str, known_defaults: Mapping[str, Any]) -> dict[st
     for name, default in SOURCE.functions.get(function, {}).items():
         if default is UNREADABLE or name not in known_defaults:
             continue
-        if known_defaults[name] != default:
+        known = known_defaults[name]
+        if (type(known), known) != (type(default), default):  # 1 == True
             others[name] = default
     return others
+
+
+# Arguments that are None by default in the source, and not in ours: None stands for a value that
+# only the body of its initialisation names.
+NONE_BY_DEFAULT: set[str] = set()
 
 
 def take_defaults(fields: type[T]) -> type[T]:
     """Give the fields of a class the constant defaults of the source's initialisation."""
     for name, default in _other_defaults("initialize_model_parallel", vars(fields)).items():
         setattr(fields, name, default)
+        if default is None:
+            NONE_BY_DEFAULT.add(name)
     return fields
 
 

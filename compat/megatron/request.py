@@ -18,7 +18,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from compat.megatron import communicators
-from compat.megatron.releases import RELEASE_HAS, take_defaults
+from compat.megatron.releases import NONE_BY_DEFAULT, RELEASE_HAS, take_defaults
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import shown
 from hypergrid.policy import CHOICES, Policy, outermost, timeout_of_all
@@ -159,6 +159,11 @@ class Request:
                 # Refused by check(), which tells the other ranks.
                 if value is not None or "None" not in _HINTS[name]:
                     self._refusals[name] = f"{name} must be {kind}, got {shown(value)}."
+            if value is None and name in NONE_BY_DEFAULT:
+                self._refusals[name] = (
+                    f"{name}=None is the default of this Megatron, and hypergrid does not know "
+                    f"what it means there. Pass {name} as {kind}."
+                )
 
     def check(self) -> None:
         """Refuse wrong arguments in upstream's order, with its type of error where it has one."""
@@ -592,11 +597,11 @@ def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout
         raise
 
 
-def inject_gtp_remat_axis(order: str, after: str = "tp") -> str:
-    """``order`` with gtp_remat inserted after ``after``, else after tp, else first."""
-    tokens = order.split("-")
+def inject_gtp_remat_axis(order_str: str, after: str = "tp") -> str:
+    """The order with gtp_remat inserted after ``after``, else after tp, else first."""
+    tokens = order_str.split("-")
     if "gtp_remat" in tokens:  # lower case only, as upstream: GTP_REMAT gets a second
-        return order
+        return order_str
     position = 0
     for name in ("tp", after):
         if name in tokens:

@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ _GLOBAL = re.compile(r"^[ \t]+global ([\w, \t]+)", re.M)
 _VERSION = re.compile(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", re.M)
 _MODULES = ("parallel_state", "hyper_comm_grid")
 _WRAPPERS = ("staticmethod", "classmethod", "property")
+# Their results are a file's own, and no other code asks for them.
+_ASIDE = ("TypeVar", "ParamSpec", "getLogger")
 UNREADABLE = object()  # in place of a default that is no constant, or is not there
 
 
@@ -32,7 +34,8 @@ class Definition:
     """A function, method, class or value that a module defines, also under an ``if``."""
 
     name: str  # of a method or field with its class, such as "RankGenerator.get_ranks"
-    kind: str  # "function", "class" or "value"
+    # "function", "class", "value", or "aside": a value that no other code misses, such as _log
+    kind: str
     text: str  # such as "get_all_ranks(order=None)", "class RankGenerator", "HAVE_EINOPS = True"
     defaults: dict[str, Any] = field(default_factory=dict)  # of each argument
 
@@ -47,6 +50,7 @@ class Source:
     functions: dict[str, dict[str, Any]]  # of parallel_state.py; of each argument the default
     # All of these: functions, globals, arguments, "function.argument", "HyperCommGrid.method".
     names: frozenset[str]
+    words: frozenset[str]  # of the text of parallel_state.py
 
 
 def imported_source() -> Source | None:
@@ -76,6 +80,7 @@ def read(core: Path) -> Source:
         definitions=definitions,
         functions=functions,
         names=frozenset(names),
+        words=frozenset(re.findall(r"\w+", _text(core / "parallel_state.py"))),
     )
 
 
@@ -93,13 +98,15 @@ def defined(path: Path) -> list[Definition]:
             tree = ast.parse(text)
         except SyntaxError as error:
             raise RuntimeError(f"{path} cannot be read as Python: {error}.") from None
-    definitions = list(_defined_by(tree))
+    declared = set(re.findall(r"\w+", " ".join(_GLOBAL.findall(text))))
+    definitions = []
+    for definition in _defined_by(tree):
+        if definition.kind == "aside" and definition.name in declared:
+            definition = replace(definition, kind="value")
+        definitions.append(definition)
     # A global may be set in functions alone.
-    names = {definition.name for definition in definitions}
-    for name in re.findall(r"\w+", " ".join(_GLOBAL.findall(text))):
-        if name not in names:
-            names.add(name)
-            definitions.append(Definition(name, "value", name))
+    for name in sorted(declared - {definition.name for definition in definitions}):
+        definitions.append(Definition(name, "value", name))
     return definitions
 
 
@@ -128,11 +135,33 @@ def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
             for target in ast.walk(node):
                 if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
                     name = prefix + target.id
-                    yield Definition(name, "value", name + value)
+                    kind = "aside" if _is_aside(target.id, node.value) else "value"
+                    yield Definition(name, kind, name + value)
         elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             yield Definition("import *", "value", "import *")  # its names are not known
+        elif isinstance(node, ast.If) and _never_holds(node.test):
+            for alternative in node.orelse:
+                yield from _defined_by(ast.Module([alternative], []), prefix)
         else:
             yield from _defined_by(node, prefix)  # under if, try, with, and in loops
+
+
+def _is_aside(name: str, value: ast.expr | None) -> bool:
+    """Whether no other code misses this value: it is a constant of the file's own, or a logger."""
+    if name.startswith("__"):
+        return True
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in _ASIDE
+    # A private None is a place for a value of later.
+    is_constant = isinstance(value, ast.Constant) and value.value is not None
+    return is_constant and name.startswith("_")
+
+
+def _never_holds(test: ast.expr) -> bool:
+    """Whether the test of an ``if`` is False while the program runs."""
+    if isinstance(test, ast.Constant):
+        return not test.value
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def _function(name: str, wrapper: str, written: ast.arguments) -> Definition:

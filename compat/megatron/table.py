@@ -37,6 +37,7 @@ class Row:
     # The argument whose function chooses the ranks, and upstream's own function.
     chooser: tuple[str, Callable[..., list[int]]] | None = None
     gloo: bool = False  # has a gloo twin, in slot + "_GLOO"
+    twin_kept: bool = True  # ... or in no global: upstream creates it and drops it
     twin_options: bool = False  # upstream hands the options to the twin too
     # Upstream leaves the timeout to torch: always, or in releases of that fact.
     torch_timeout: bool | str = False
@@ -94,7 +95,7 @@ class Alias:
 
 def slots(row: Row | Alias) -> tuple[str, ...]:
     """The private globals of a row: its group's, and its gloo twin's."""
-    if row.gloo:
+    if row.gloo and (isinstance(row, Alias) or row.twin_kept):
         return (row.slot, row.slot + "_GLOO")
     return (row.slot,)
 
@@ -196,9 +197,9 @@ ROWS: tuple[Row, ...] = (
         sharp="dp_replica"),
     Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter",
         "gradients between instances", "inter_ep_dp",     grid="expert_instances",
-        when="instances and instances_in_expert", field="inter_dist_opt",
-        loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=1, sharp="dp_replica",
-        sharp_barrier=True, in_instances="dp_inter"),
+        when="instances and instances_in_expert", field="inter_dist_opt", gloo=True,
+        twin_kept=False, twin_options=True, loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP",
+        level=1, sharp="dp_replica", sharp_barrier=True, in_instances="dp_inter"),
     Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
         "statistics",                  "ep_gtp_remat_dp", grid="expert", when="expert_gtp_axis",
         field="expt_dp_gtp_remat"),

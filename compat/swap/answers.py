@@ -21,9 +21,10 @@ _END = "hypergrid/shadow/end"  # in the store; counts the ranks that have someth
 _WAIT = 9.0  # seconds for the answers of the other ranks; they wait one more for the verdict
 _COMPARED = (
     "Compared: names, arguments and defaults of the replaced modules; of the groups the ranks, "
-    "backend, description, timeout and options; aliases; the results of all getters, also with "
-    "flags and vp_stage; with replaced functions, the order of their calls. Not compared: groups "
-    "of HyperCommGrid and groups that are created later."
+    "backend, description, timeout and options; private globals, the environment, and the results "
+    "of all getters, also with flags and vp_stage, by value and type; with replaced functions, the "
+    "order of their calls. Not compared: groups of HyperCommGrid, groups that are created later, "
+    "and the rest of the list in docs/swap.md."
 )
 _store: Any = None  # that the ranks share, kept for the end of the process
 _failure = ""  # of the last initialisation, in words

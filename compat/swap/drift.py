@@ -6,18 +6,30 @@ The swap, the shadow run, ``hypergrid doctor`` and ``release_diff`` ask here.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
+import sys
+import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from compat.megatron import releases
 from compat.megatron.sources import Definition, imported_source
 from compat.swap import REPLACEMENTS
 
+_log = logging.getLogger("hypergrid.swap")
 _MISSING = object()
+# What upstream's module imports for itself and ours does not, as docs/differences.md says.
+_IMPORTED = {
+    *("GlobalMemoryBuffer", "GlobalSymmetricMemoryBuffer", "SymmetricMemoryManager"),
+    "is_torch_min_version",
+}
+# The packages whose functions and objects are nobody's interface of Megatron.
+_OF_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "einops"}
 
 
 def refuse_drift(module: str) -> None:
@@ -30,6 +42,9 @@ def refuse_drift(module: str) -> None:
         return
     name = module.rpartition(".")[2]
     replacement = vars(import_module(REPLACEMENTS[module]))
+    aside = not_taken_over(module)
+    if aside:
+        _log.info("%s of megatron's own %s are not taken over", ", ".join(aside), name)
     lacking = differences(source.definitions[name], replacement)
     if not lacking:
         return
@@ -47,6 +62,17 @@ def refuse_drift(module: str) -> None:
     )
 
 
+def not_taken_over(module: str) -> list[str]:
+    """Names of one of ``REPLACEMENTS`` that ours lacks and no other code misses, such as _log."""
+    source = releases.SOURCE or imported_source()
+    if source is None:
+        return []
+    replacement = vars(import_module(REPLACEMENTS[module]))
+    definitions = source.definitions[module.rpartition(".")[2]]
+    asides = [row.name for row in definitions if row.kind == "aside"]
+    return [name for name in dict.fromkeys(asides) if name not in replacement]
+
+
 def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any]) -> list[str]:
     """Definitions of a module for other code that its ``replacement`` does not have.
 
@@ -57,10 +83,13 @@ def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any
     for row in definitions:
         owner, _, name = row.name.rpartition(".")
         is_private = re.search(r"\b_(?!_)", row.name) is not None
-        if is_private and (owner or row.kind != "value"):
+        if row.kind == "aside" or (is_private and (owner or row.kind != "value")):
             continue
         if not owner:
             value = replacement.get(name, _MISSING)
+            # Ours answers no name: it only says which are similar.
+            if name == "__getattr__":
+                value = _MISSING
         elif owner in replacement:
             value = inspect.getattr_static(replacement[owner], name, _MISSING)
         else:
@@ -106,3 +135,76 @@ def _text(row: Definition, value: Any) -> str:
     if value is not function:
         text = f"@{type(value).__name__} {text}"
     return text
+
+
+def differences_of_loaded(
+    loaded: Mapping[str, Any], replacement: Mapping[str, Any], functions: Iterable[str]
+) -> Iterator[str]:
+    """Compare a module of Megatron that was loaded, by its real names, with its ``replacement``.
+
+    Its text does not tell what a loop, a decorator or ``globals()`` has made of them. ``functions``
+    are those of the replacement that are upstream's.
+    """
+    for name, value in loaded.items():
+        ours = replacement.get(name, _MISSING)
+        if not _is_offered(name, value):
+            continue
+        if ours is _MISSING:
+            if not name.startswith("_"):
+                yield f"{name} is unknown"
+            continue
+        loaded_shape = _shape(value)
+        our_shape = _shape(ours, of=value)
+        if loaded_shape != our_shape:
+            yield f"{name} is {_words(loaded_shape)} with stock, and {_words(our_shape)} in ours"
+    for name in functions:
+        if name not in loaded:
+            yield f"stock has no {name}, and hypergrid has"
+
+
+def _is_offered(name: str, value: Any) -> bool:
+    """Whether other code may look for this name: a function, a class or a constant of Megatron."""
+    if name.startswith("__") or name in _IMPORTED or isinstance(value, ModuleType):
+        return False
+    if hasattr(typing, name):  # TYPE_CHECKING is a plain False
+        return False
+    if inspect.isclass(value) or callable(value):
+        return str(getattr(value, "__module__", "")).partition(".")[0] not in _OF_OTHERS
+    # Private values are compared after the initialisation, under their names.
+    is_plain = type(value).__module__ == "builtins"
+    is_of_others = type(value).__module__.partition(".")[0] in _OF_OTHERS
+    return not name.startswith("_") and (is_plain or not is_of_others)
+
+
+def _shape(value: Any, of: Any = None) -> Any:
+    """What a caller sees of a function, class or constant; of a class what ``of`` has too."""
+    if inspect.isclass(value):
+        members = vars(of if inspect.isclass(of) else value)
+        shapes: dict[str, Any] = {"bases": [base.__name__ for base in value.__mro__[1:]]}
+        for name in members:
+            if name == "__init__" or not name.startswith("_"):
+                shapes[name] = _shape(inspect.getattr_static(value, name, None))
+        return shapes
+    function: Any = getattr(value, "__func__", getattr(value, "fget", value))
+    if not callable(function):
+        return type(value).__name__, repr(value)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function without one
+        return type(value).__name__, ""
+    shown = [(p.name, p.kind.description, type(p.default), repr(p.default)) for p in parameters]
+    return type(value).__name__, shown
+
+
+def _words(shape: Any) -> str:
+    if isinstance(shape, dict):
+        members = [f"{name}: {_words(part)}" for name, part in shape.items() if name != "bases"]
+        return f"class of {', '.join(shape['bases'])} with {'; '.join(members)}"
+    kind, shown = shape
+    if isinstance(shown, str):
+        return f"{kind} {shown}"
+    texts = []
+    for name, _, default_type, default in shown:
+        has_default = default_type is not type
+        texts.append(f"{name}={default}" if has_default else name)
+    return f"{kind}({', '.join(texts)})"

@@ -1,38 +1,46 @@
-"""What stock's initialisation did on this rank, beside what hypergrid would have done."""
+"""What stock's initialisation did on this rank, beside what hypergrid would have done.
+
+The second is planned by the code that creates the groups of a swap, with a pool that looks up the
+groups of stock. What it has comes from there alone, and from what outside code has written.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
 
 from compat import parallel_state
-from compat.megatron import build
-from compat.megatron.getters import bind_getters_to
+from compat.megatron import build, communicators
+from compat.megatron.getters import FUNCTIONS
+from compat.megatron.releases import is_upstreams
 from compat.megatron.request import (
     CREATORS,
     GENERATORS,
     HELPERS,
+    NEW_GROUP,
     Request,
     creates,
     replaced_functions,
 )
 from compat.megatron.rows import PlannedRows
-from compat.state import GROUP_SLOTS, OTHER_SLOTS, RANK_SLOTS, SLOTS, empty_values
+from compat.state import SLOTS, TAKEN_OVER, ParallelState, empty_values
 from compat.swap import REPLACEMENTS
-from compat.swap.drift import refuse_drift
+from compat.swap.drift import differences_of_loaded, not_taken_over, refuse_drift
 from hypergrid import of_torch
 from hypergrid.messages import few, shown_apart
+from hypergrid.policy import Agreement
 
 _NCCL_FIELDS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 _GETTERS = ("get_", "is_", "has_", "model_")
@@ -44,6 +52,7 @@ class Call(NamedTuple):
     group: str  # in words
     arguments: dict[str, Any]
     result: Any = None
+    live: tuple[str, ...] = ()  # description and timeouts of the group when it was new
 
 
 class Record:
@@ -54,14 +63,21 @@ class Record:
     for groups of other ranks.
     """
 
-    def __init__(self, stock: ModuleType, originals: Mapping[str, Any]) -> None:
+    def __init__(self, stock: ModuleType, loaded: Mapping[str, Any]) -> None:
         self.stock = stock
+        self.loaded = loaded  # the names of stock when it was new
+        self._environment = dict(os.environ)
+        # What outside code has written. Stock's own values of then may differ from ours.
+        self._written: dict[str, Any] = {}
+        for name in TAKEN_OVER:
+            if getattr(stock, name, None) is not loaded.get(name):
+                self._written[name] = getattr(stock, name, None)
         self.helpers = replaced_functions()
         self._signatures = {"new_group": of_torch.new_group_signature()}
         for name in HELPERS:
-            if name in originals and getattr(stock, name) is not originals[name]:
+            if name in loaded and getattr(stock, name, None) is not loaded[name]:
                 self.helpers[name] = getattr(stock, name)
-                self._signatures[name] = inspect.signature(originals[name])
+                self._signatures[name] = inspect.signature(loaded[name])
         self._is_replaced = creates(self.helpers)
         self._generators: dict[str, Any] = {}
         self._depth = 0  # of calls inside each other
@@ -77,6 +93,9 @@ class Record:
         earlier_groups = of_torch.registered_groups()
         with self._patched(self.stock, is_plan=False):
             yield
+        for call in self._calls:
+            if isinstance(call.result, ProcessGroup):
+                self.note(f"{call.group}: description and timeout", _live(call.result), call.live)
         # A replaced function may create groups by other means.
         if self._is_replaced:
             return
@@ -88,11 +107,43 @@ class Record:
                     f"{_plain(group)}: stock creates it without torch.distributed.new_group"
                 )
 
+    def planned_state(self, planned_rows: PlannedRows) -> ParallelState:
+        """The state that a swap would have, with groups of stock in the place of its own."""
+        request = planned_rows.request
+        state = ParallelState()
+        state._put(self._written)
+        values = empty_values(request)
+        pg_options = build.options_of_rows(planned_rows)
+        build.prepare_environment(request)
+        if dist.get_rank() in planned_rows.participants:
+            pool: Any = _Pool()
+            build.fill(values, planned_rows, pg_options, pool, build.grid_over(request))
+            # Whether outside code's own functions would keep the list is not planned.
+            if {*self.helpers}.intersection(CREATORS).difference([NEW_GROUP]):
+                values["_global_process_group_list"] = getattr(
+                    self.stock, "_global_process_group_list", None
+                )
+        state.take_values(values, request)
+        state._bind()
+        if "_set_global_memory_buffer" in self.helpers:
+            state._GLOBAL_MEMORY_BUFFER = self.stock._GLOBAL_MEMORY_BUFFER
+        else:
+            state._set_global_memory_buffer()
+        return state
+
     @contextmanager
     def replayed(self) -> Iterator[dict[str, Callable[..., Any]]]:
         """Inside, hypergrid is planned; gives the replaced functions that it is to call."""
-        with self._patched(parallel_state, is_plan=True) as stand_ins:
-            yield {**self.helpers, **stand_ins}
+        planned_environment = dict(self._environment)
+        namespace = SimpleNamespace(environ=planned_environment)
+        with ExitStack() as stack:
+            for module in (build, communicators):
+                _replace(stack, module, "os", namespace)
+            _replace(stack, build, "_barrier", lambda group: None)
+            with self._patched(parallel_state, is_plan=True) as stand_ins:
+                yield {**self.helpers, **stand_ins}
+        for name in sorted({*planned_environment, *os.environ}):
+            self.note(f"the variable {name}", os.environ.get(name), planned_environment.get(name))
         for position, call in enumerate(self._calls):
             if position not in self._positions:
                 self.differences.append(f"{call.group}: stock creates it, and hypergrid would not")
@@ -107,21 +158,23 @@ class Record:
         self, module: ModuleType, is_plan: bool
     ) -> Iterator[dict[str, Callable[..., Any]]]:
         """Inside, the functions that create groups or decide ranks are replaced."""
-        stand_ins = {}
+        stand_ins: dict[str, Callable[..., Any]] = {}
         with ExitStack() as stack:
-
-            def replace(home: ModuleType, name: str, stand_in: Callable[..., Any]) -> None:
-                stack.callback(setattr, home, name, getattr(home, name))
-                setattr(home, name, stand_in)
-                stand_ins[name] = stand_in
-
-            replace(dist, "new_group", self._stand_in("new_group", dist.new_group, is_plan))
+            new_group = dist.new_group
+            stand_ins["new_group"] = self._stand_in("new_group", new_group, is_plan)
+            # Stock may have imported it by name, from one of two modules.
+            for home in (dist, distributed_c10d, module):
+                for name, value in list(vars(home).items()):
+                    if value is new_group:
+                        _replace(stack, home, name, stand_ins["new_group"])
             for name in self._signatures:
                 if name in CREATORS:
-                    replace(module, name, self._stand_in(name, getattr(module, name), is_plan))
+                    stand_ins[name] = self._stand_in(name, getattr(module, name), is_plan)
+                    _replace(stack, module, name, stand_ins[name])
             if any(name in self.helpers for name in GENERATORS):
                 create = self.stock.RankGenerator
-                replace(module, "RankGenerator", functools.partial(self._generator, create))
+                stand_ins["RankGenerator"] = functools.partial(self._generator, create)
+                _replace(stack, module, "RankGenerator", stand_ins["RankGenerator"])
             yield stand_ins
 
     def _stand_in(
@@ -146,7 +199,7 @@ class Record:
                 self.new_groups += 1
             # Of calls inside each other the outermost counts.
             if call is not None and self._depth == 0:
-                self._calls.append(call._replace(result=result))
+                self._calls.append(call._replace(result=result, live=_live(result)))
             return result
 
         return stand_in
@@ -164,8 +217,13 @@ class Record:
             return None
         options = _options(arguments.get("pg_options"))
         label = arguments.get("group_desc") or name
-        compared = {**arguments, "ranks": list(ranks), "pg_options": options}
-        return Call(f"{label} of ranks [{few(ranks)}]", compared)
+        # Torch sorts them: only outside code could tell another order.
+        in_order = list(ranks) if self._is_replaced else sorted(ranks)
+        compared = {**arguments, "ranks": in_order, "pg_options": options}
+        if not self._is_replaced and compared.get("timeout") is None:
+            backend = arguments.get("backend") or dist.get_backend()
+            compared["timeout"] = of_torch.default_timeout(backend)
+        return Call(f"{label} of ranks [{few(in_order)}]", compared)
 
     def _answer(self, planned: Call) -> Any:
         """Return the result of stock's call with these arguments; notes how they differ."""
@@ -182,10 +240,8 @@ class Record:
 
     def note(self, name: str, stock_value: Any, planned_value: Any) -> None:
         """Note a difference between a value of stock and one of hypergrid, if there is one."""
-        of_stock = _plain(stock_value)
-        planned = _plain(planned_value)
-        if of_stock != planned:
-            stock_text, planned_text = shown_apart(of_stock, planned)
+        if _exact(stock_value) != _exact(planned_value):
+            stock_text, planned_text = shown_apart(_plain(stock_value), _plain(planned_value))
             self.differences.append(
                 f"{name} is {stock_text} with stock, and would be {planned_text}"
             )
@@ -195,7 +251,11 @@ class Record:
         groups = len(self._positions)
         # A replaced function is called for every group of the world, as by stock.
         calls = self.new_groups if self._is_replaced else groups
-        return f"{groups} groups on this one, {self.new_groups} -> {calls} calls of new_group"
+        text = f"{groups} groups on this one, {self.new_groups} -> {calls} calls of new_group"
+        aside = [name for module in REPLACEMENTS for name in not_taken_over(module)]
+        if aside:
+            text += f". Not taken over: {', '.join(aside)}"
+        return text
 
     def _generator(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A rank generator, once for the same arguments; it answers the same question once.
@@ -219,10 +279,38 @@ def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, An
     return bound.arguments
 
 
+class _Pool:
+    """In the place of a pool of groups: asks for those of stock, and keeps none."""
+
+    agreement = Agreement("")
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+
+    def make(
+        self,
+        label: str,
+        ranks_of: Mapping[str, Sequence[int]],
+        everyone: object,
+        *,
+        dims: object = (),
+        kind: object = None,
+        **options: Any,
+    ) -> list[Any]:
+        options.setdefault("group_desc", label)
+        return [dist.new_group(list(ranks), **options) for ranks in ranks_of.values()]
+
+    def adopt(self, *arguments: object) -> None:
+        """Own a group that outside code created: it stays stock's."""
+
+    def connecting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 def compare(
-    record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]
+    record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[Sequence[int], str, list[str]]:
-    """Compare stock's groups, private globals and getters on this rank with the plan. *Local*.
+    """Compare what stock's initialisation left on this rank, and returned, with the plan. *Local*.
 
     Returns
     -------
@@ -241,50 +329,60 @@ def compare(
             request.check()
             planned_rows = PlannedRows(request)
             ranks = planned_rows.participants
-            values = empty_values(request)
-            build.place(planned_rows, values)
-        for name, stock_value, planned_value in _values(record.stock, values, planned_rows):
+            state = record.planned_state(planned_rows)
+        record.note("the result of initialize_model_parallel", result, None)
+        ours = vars(parallel_state)
+        functions = [*filter(_is_public, FUNCTIONS)]
+        functions += [name for name, value in ours.items() if is_upstreams(name, value)]
+        record.differences += differences_of_loaded(record.loaded, ours, functions)
+        for name, stock_value, planned_value in _values(record, state):
             record.note(name, stock_value, planned_value)
     except Exception as error:
         return ranks, "", [f"the swap would refuse, {type(error).__name__}: {error}"]
     return ranks, record.summary(), record.differences
 
 
-def _values(
-    stock: ModuleType, values: build.Values, planned_rows: PlannedRows
-) -> Iterator[tuple[str, Any, Any]]:
+def _values(record: Record, state: ParallelState) -> Iterator[tuple[str, Any, Any]]:
     """Private globals and the results of getters: their names, of stock, and as planned."""
-    for name in (*GROUP_SLOTS, *RANK_SLOTS):
-        planned = values.get(name)
-        yield name, getattr(stock, name, planned), planned
-    planned_globals: dict[str, Any] = {"__name__": __name__, **dict.fromkeys(SLOTS)}
-    # Those that are no groups and no ranks, such as buffers: as stock has them.
-    for name in OTHER_SLOTS:
-        planned_globals[name] = getattr(stock, name, None)
-    planned_globals.update(values)
-    for name, getter in bind_getters_to(planned_globals).items():
+    stock = record.stock
+    names = [name for name in vars(stock) if name not in record.loaded and name[:2] != "__"]
+    for name in (*sorted(SLOTS), *names):
+        values = [getattr(stock, name, _ABSENT), state._values.get(name, _ABSENT)]
+        if name == "_global_process_group_list":
+            # Its order is that of creation, which has no effect.
+            values = [sorted(v, key=id) if type(v) is list else v for v in values]
+        yield name, *values
+    for name in FUNCTIONS:
         stock_getter = getattr(stock, name, None)
-        if stock_getter is None or not name.startswith(_GETTERS):
+        if not callable(stock_getter) or not name.startswith(_GETTERS):
             continue
-        for arguments in _arguments(stock_getter, planned_rows):
+        for arguments in _arguments(stock_getter, state):
             text = ", ".join(f"{flag}={value}" for flag, value in arguments.items())
-            yield f"{name}({text})", _result(stock_getter, arguments), _result(getter, arguments)
+            planned = _result(state._values[name], arguments)
+            yield f"{name}({text})", _result(stock_getter, arguments), planned
 
 
-def _arguments(getter: Callable[..., Any], planned_rows: PlannedRows) -> Iterator[dict[str, Any]]:
+def _arguments(getter: Callable[..., Any], state: ParallelState) -> Iterator[dict[str, Any]]:
     """Every combination of flags, virtual stages and sizes of groups.
 
-    Of ``f(group_size, with_cp=False)``: ``{}``, ``{"with_cp": True}``, ``{"group_size": 2}`` ...
+    Of ``f(group_size, with_cp=False)``: ``{}``, ``{"with_cp": False}``, ``{"group_size": 2}`` ...
     """
-    parameters = inspect.signature(getter).parameters
+    stages = state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE or 0
+    sizes = {1, 2, 4}
+    for holder in (state._values.get(slot) for slot in SLOTS):
+        if isinstance(holder, dict):
+            sizes.update(holder)
+    everyone = state._values.get("_DATA_PARALLEL_GROUP_WITH_CP")
+    if isinstance(everyone, ProcessGroup):
+        sizes.add(everyone.size())
     values: dict[str, Sequence[Any]] = {
-        "vp_stage": range(planned_rows.request.virtual_pipeline_model_parallel_size or 0),
-        "group_size": [row.key for row in planned_rows.rows if row.table_row.holds == "sizes"],
+        "vp_stage": range(max(stages, 2)),
+        "group_size": sorted(size for size in sizes if isinstance(size, int)),
     }
     choices = []
-    for name, parameter in parameters.items():
+    for name, parameter in inspect.signature(getter).parameters.items():
         if isinstance(parameter.default, bool):
-            values[name] = [not parameter.default]
+            values[name] = (False, True)
         choices.append([{}, *({name: value} for value in values.get(name, ()))])
     for combination in itertools.product(*choices):
         arguments = {}
@@ -300,6 +398,23 @@ def _result(getter: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             return getter(**arguments)
     except Exception as error:
         return type(error)
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") and name != "missing"
+
+
+def _replace(stack: ExitStack, home: Any, name: str, value: Any) -> None:
+    """Replace an attribute until the stack is closed."""
+    stack.callback(setattr, home, name, getattr(home, name))
+    setattr(home, name, value)
+
+
+def _live(group: Any) -> tuple[str, ...]:
+    """The description and the timeouts that a group has now."""
+    if not isinstance(group, ProcessGroup):
+        return ()
+    return (group.group_desc, *map(str, of_torch.timeouts_of(group)))
 
 
 def _options(value: Any) -> Any:
@@ -323,6 +438,23 @@ class _Shown:
 
 
 _NOT_CREATED = _Shown(None, "a group that stock has not created")
+
+
+_ABSENT = _Shown(None, "absent")
+
+
+def _exact(value: Any) -> Any:
+    """A value with its types, groups by identity: 1, 1.0 and True differ."""
+    kind = type(value)
+    if isinstance(value, list | tuple):
+        return kind, [_exact(part) for part in value]
+    if isinstance(value, dict):
+        return kind, {_exact(key): _exact(part) for key, part in value.items()}
+    if isinstance(value, ProcessGroup):
+        return kind, id(value)
+    if isinstance(value, int | float | str | timedelta | type | _Shown):
+        return kind, value
+    return kind.__name__  # such as a buffer, which each side makes for itself
 
 
 def _plain(value: Any) -> Any:

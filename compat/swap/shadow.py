@@ -74,17 +74,17 @@ def install() -> None:
 
 def watch(stock: ModuleType) -> None:
     """Let ``stock.initialize_model_parallel`` compare what it has created. *Local*."""
-    originals = dict(vars(stock))
+    loaded = dict(vars(stock))
     initialize = stock.initialize_model_parallel
 
     @functools.wraps(initialize)
     def compared(*args: Any, **kwargs: Any) -> Any:
         from compat.swap.replay import Record, compare  # here: it imports torch
 
-        record = Record(stock, originals)
+        record = Record(stock, loaded)
         with answers.failure_noted(), record.recorded():
             result = initialize(*args, **kwargs)
-        answers.report(next(_calls), *compare(record, args, kwargs))
+        answers.report(next(_calls), *compare(record, args, kwargs, result))
         return result
 
     stock.initialize_model_parallel = compared  # type: ignore[attr-defined]

@@ -16,16 +16,25 @@ from tests.support import deep_ep, warm
 from tests.support.forked import on_ranks
 from tests.support.stock import MAIN, following, have_stock
 
+
+def needs(release):
+    """A mark: skipped where the source of a release is not in .cache."""
+    reason = f"no source of {release}: scripts/fetch_megatron"
+    return pytest.mark.skipif(not have_stock(release), reason=reason)
+
+
+def sources(*releases):
+    return [pytest.param(release, marks=needs(release)) for release in releases]
+
+
 WITH_HYBRID_EP = ["0.16.1", "0.17.1", "0.18.2", "0.19.2", "main", "dev"]
 TRAINED = [
-    release if release in MAIN else pytest.param(release, marks=pytest.mark.long)
+    release if release in MAIN else pytest.param(release, marks=[pytest.mark.long, needs(release)])
     for release in WITH_HYBRID_EP  # earlier ones have no context parallelism without a GPU
 ]
 
 
 def load(release):
-    if not have_stock(release):
-        pytest.skip(f"no source of {release}: scripts/fetch_megatron")
     return deep_ep.load_fused_a2a(release)
 
 
@@ -36,7 +45,7 @@ def dispatched(fused_a2a):
     return hidden[0].item()
 
 
-@pytest.mark.parametrize("release", WITH_HYBRID_EP)
+@pytest.mark.parametrize("release", sources(*WITH_HYBRID_EP))
 @on_ranks(8)
 def test_tokens_are_dispatched_over_the_groups_of_the_second_initialisation(rank, release):
     fused_a2a = load(release)
@@ -46,7 +55,7 @@ def test_tokens_are_dispatched_over_the_groups_of_the_second_initialisation(rank
         ps.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("release", ["0.14.0", "0.15.3", *WITH_HYBRID_EP])
+@pytest.mark.parametrize("release", sources("0.14.0", "0.15.3", *WITH_HYBRID_EP))
 @on_ranks(4)
 def test_a_buffer_of_deep_ep_is_freed_before_its_group_closes(rank, release):
     fused_a2a = load(release)
@@ -58,6 +67,7 @@ def test_a_buffer_of_deep_ep_is_freed_before_its_group_closes(rank, release):
     assert fused_a2a._buffer is None
 
 
+@needs("dev")
 @on_ranks(4)
 def test_a_buffer_that_is_destroyed_explicitly_is_destroyed_before_its_group_closes(rank):
     fused_a2a = load("dev")
@@ -74,7 +84,7 @@ def test_a_buffer_that_is_destroyed_explicitly_is_destroyed_before_its_group_clo
 
 @on_ranks(4)
 def test_an_abort_waits_for_no_buffer(rank):
-    fused_a2a = load("main")
+    fused_a2a = load("0.19.2")
     ps.initialize_model_parallel(expert_model_parallel_size=4)
     fused_a2a.get_buffer(ps.get_expert_model_parallel_group(), 8)
     hypergrid.abort()
@@ -84,7 +94,7 @@ def test_an_abort_waits_for_no_buffer(rank):
 
 @on_ranks(8)
 def test_buffers_are_those_of_the_current_state(rank):
-    fused_a2a = load("main")
+    fused_a2a = load("0.19.2")
     wide = ParallelState.create(expert_model_parallel_size=4)
     narrow = ParallelState.create(expert_model_parallel_size=2)
     groups = [state.get_expert_model_parallel_group() for state in (wide, narrow)]

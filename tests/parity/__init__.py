@@ -25,7 +25,6 @@ What may differ, and nothing else:
   compared, if an ``assert`` or ``raise`` in stock's own source made it (`recording.is_deliberate`);
 * *nonsense* (`breaking.is_nonsense`): sizes below one, negative offsets and repeated tokens, which
   stock sometimes lets pass. The candidate may refuse them with any exception;
-* *unreachable groups* (`recording.UNREACHABLE`): groups that stock makes and no getter returns;
 * *repeated barriers*: stock repeats the barrier that starts SHARP on replicas once for each later
   expert data-parallel group; which groups meet is compared, not how often;
 * *repairs* (`repairs.REPAIRS`): where stock's own code defeats itself, the candidate may agree with
