@@ -266,7 +266,7 @@ def _calls(entries: list[_Table]) -> tuple[Calls, bool]:
     titles: list[Title] = []
     place_of: dict[bytes, int] = {}
     rows: list[list[Any]] = []
-    numbers: list[tuple[str, bool, Any]] = []  # of the rows, each in its group
+    numbers: list[tuple[str, Any, Any]] = []  # of the rows, each in its group
     frames: dict[int, Stack] = {}
     for entry in entries:
         # There are millions of entries: the bytes of these fields find the title in one step.
@@ -281,16 +281,17 @@ def _calls(entries: list[_Table]) -> tuple[Calls, bool]:
         seq = p2p_seq if title.p2p else collective_seq
         is_done = retired is True or state == "completed"
         row = [place, seq, *times, is_done]
-        number = (title.group, title.p2p, seq)
-        is_batch = title.what.name == "coalesced"
-        if is_batch and numbers and numbers[-1] == number:
+        number = (title.group, collective_seq, p2p_seq)
+        if title.what.name == "coalesced":
             # NCCL's recorder has the state of a batch apart from its operations, which come before
-            # it and have its number.
+            # it and have its number. They stay "scheduled" for ever.
             operations = takewhile(number.__eq__, reversed(numbers))
             size = len(list(operations))
-            for operation_row in rows[-size:]:
+            for operation_row in rows[len(rows) - size :]:
                 operation_row[3:] = row[3:]
-            continue
+            # Those of a batch at the start of a recorder may have been overwritten.
+            if size or entry is entries[0]:
+                continue
         # The stack of a call is shown if it has not ended, or is the last one.
         if not is_done or entry is entries[-1]:
             frames[len(rows)] = _frames(entry.get("frames"))

@@ -129,6 +129,7 @@ _NEXT = {
 }
 _DOUBTS = {
     "few": "this may not be the directory of all ranks",
+    "sounds": "the error of {ranks} may come from another rank, whose clock is behind",
     "alone": "nobody is seen to wait for {ranks}",
     "partial": "a rank may be missing that these files do not show",
     "root": "torch does not record roots, and the ranks may have named different ones",

@@ -17,11 +17,16 @@ _ALL = 1 << 62  # more than any number
 # Calls that gloo's recorder may lack, and the stacks show.
 _UNRECORDED_COLLECTIVES = ("monitored_barrier", "gather", "gather_object", "scatter")
 UNRECORDED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", *_UNRECORDED_COLLECTIVES)
-_OF_OTHERS = re.compile(
-    r"timed? ?out|connection (was )?(closed|reset|refused)|broken pipe|remote process|"
-    r"peer closed|socket|other rank|watchdog|abort|gloo.*(enforce|preamble)|nccl\w*error",
-    re.IGNORECASE,
+# Errors of a call that say that another rank did not come, or called otherwise, and that a process
+# ended. Data sets and storage raise the same words.
+_NOT_COME = re.compile(r"timed? ?out|other rank|watchdog|abort|gloo.*(enforce|preamble)", re.I)
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote process|peer closed|socket|"
+    r"nccl\w*error",
+    re.I,
 )
+# A call to torch waits or raises in one of these, or in the recorder that is around it.
+_IN_A_CALL = re.compile(r"/torch/(distributed(?!/checkpoint)|autograd)/|/hypergrid/hangs/")
 _OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
 _PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
 # The members of a group need not agree on what only one of them gives, or takes.
@@ -52,9 +57,22 @@ class Wait:
         return self.call.group, self.call.seq
 
     @property
+    def entered(self) -> Set[int]:
+        """The ranks that are in it; of a call that all have only queued, none."""
+        return self.inside - self.behind
+
+    @property
     def missed(self) -> Set[int]:
-        """All for whom it waits."""
-        return self.absent | self.unlike | self.behind
+        """All for whom somebody waits in it."""
+        if self.entered:
+            return self.absent | self.unlike | self.behind
+        return self.absent | self.unlike
+
+    def missed_by(self, rank: int) -> Set[int]:
+        """The ranks for whom one rank waits: who has only queued it waits for who is not there."""
+        if rank in self.entered:
+            return self.missed
+        return self.absent | self.unlike
 
 
 # A call by its group and its number there.
@@ -94,8 +112,9 @@ class Waiting:
 
     ``waits`` are the calls that miss somebody, ``running`` those that all have entered; ``of`` are
     the waits that each blocked rank is in. ``gone`` are ranks without a dump, ``blind`` those with
-    a stack and without a flight recorder, ``raised`` those with an error of their own and
-    ``victims`` those whose error comes from another rank. ``unseen`` are in a send or receive that
+    a stack and without a flight recorder, ``raised`` those with an error of their own, ``broken``
+    those of them whose device or connection failed in a call, and ``victims`` those whose error
+    comes from another rank. ``unseen`` are in a send or receive that
     is not recorded; they and victims are ``guessing``: each may wait for any other rank.
     ``unequal`` are the different calls that ranks made at one place of a group, those of the most
     ranks last. Of each set in ``last_ones``, whose ranks wait for nobody but each other, one has to
@@ -110,10 +129,19 @@ class Waiting:
         self.gone = set(self.world)
         self.blind: set[int] = set()
         self.raised: set[int] = set()
+        self.broken: set[int] = set()
         self.victims: set[int] = set()
         self._end = 0  # of all recordings
         for rank in self.ranks:
             self._sort_in(rank)
+        ends = [
+            recording.written
+            for recording in self.ranks.values()
+            if recording.error or recording.ended
+        ]
+        self._first_end = min(ends, default=0)
+        for rank in self.ranks:
+            self._sort_error(rank)
         self._last_numbers: dict[int, dict[str, int]] = {}  # of each rank in each group
         self._pending: dict[int, list[_Pending]] = {}
         for rank in self.ranks:
@@ -140,14 +168,26 @@ class Waiting:
             self.gone.discard(rank)
             if not recording.has_calls:
                 self.blind.add(rank)
-        if recording.error:
-            # The error of a victim is that another rank did not come, or closed connections.
-            if _OF_OTHERS.search(recording.error):
-                self.victims.add(rank)
-            else:
-                self.raised.add(rank)
         last_time = self.last_time(rank)
         self._end = max(self._end, last_time, recording.written)
+
+    def _sort_error(self, rank: int) -> None:
+        """Whether an error is the rank's own, or comes from others.
+
+        It comes from others if it ended a call to torch because another rank did not come, or lost
+        a connection after another rank had ended.
+        """
+        recording = self.ranks[rank]
+        stack = recording.stack
+        is_in_call = not stack or _IN_A_CALL.search(stack[0].file) is not None
+        if is_in_call and _NOT_COME.search(recording.error):
+            self.victims.add(rank)
+        elif is_in_call and _LOST.search(recording.error):
+            is_first = not self.gone and recording.written <= self._first_end
+            (self.broken if is_first else self.victims).add(rank)
+        elif recording.error:
+            self.raised.add(rank)
+        self.raised |= self.broken
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
@@ -182,7 +222,7 @@ class Waiting:
         if rank in self.guessing:
             needed |= dict.fromkeys(self.world)
         for wait in self.of.get(rank, []):
-            needed |= dict.fromkeys(wait.missed, wait)
+            needed |= dict.fromkeys(wait.missed_by(rank), wait)
         needed.pop(rank, None)
         return needed
 
@@ -191,7 +231,11 @@ class Waiting:
         graph: dict[Any, Iterable[Any]] = {}
         for wait in self.waits:
             graph[wait] = wait.missed
-        graph.update(self.of)
+        for rank, waits in self.of.items():
+            graph[rank] = []
+            for wait in waits:
+                is_in_it = rank in wait.entered
+                graph[rank] += [wait] if is_in_it else wait.missed_by(rank)
         for rank in self.guessing:
             graph[rank] = [None]
             graph[None] = self.world
@@ -261,6 +305,12 @@ class Waiting:
         is_collective_title = [not title.p2p for title in calls.titles]
         is_collective = np.array(is_collective_title, bool)[calls.title]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
+        if rank in self.broken and calls:
+            # It is not in its last call any more.
+            last = calls[-1]
+            self._last_numbers[rank][last.group] = last.seq - 1
+            self._pending[rank] = []
+            return
         ended = _last_numbers(calls, is_collective & calls.done)
         is_timed = bool(calls.started.any())
         pending: list[_Pending] = []
