@@ -29,6 +29,7 @@ Kind: TypeAlias = Literal[
     "raised",  # the rank others wait for raised
     "no dump",  # it left no dump: ended, stopped, or unreachable
     "never entered",  # it is busy elsewhere
+    "outside",  # ranks wait for a process that is none of the job
     "slow",  # all ranks are in it
 ]
 Doubt: TypeAlias = Literal[
@@ -87,6 +88,9 @@ class Rules:
         if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
         ends = waiting.last_ones
+        if waiting.waits_outside and not ends:
+            first = max(waiting.waits_outside, key=lambda wait: wait.ns)
+            return Cause("outside", tuple(sorted(first.inside)), first)
         free: set[int] = set()
         for ranks in ends:
             if len(ranks) == 1:

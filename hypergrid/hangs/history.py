@@ -72,6 +72,7 @@ class History:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self._partitions = _partitions(recording.groups)
         self._roles: list[_Role] = []  # of the titles
         self._kind_of_title = self._read_kinds()
         self._place_of = {title: place for place, title in enumerate(recording.titles)}
@@ -223,8 +224,9 @@ class History:
         step = 0
         if len(members) > 1:
             step = members[1] - members[0]
+        label = group.label or f"group {self._partitions.get(title.group, title.group)}"
         return (
-            group.label or title.group,
+            label,
             len(members),
             step,
             title.p2p,
@@ -365,6 +367,27 @@ class History:
             first = max(0, len(kinds) - 2 * _RECENT)
             self._precedents_of[rank] = _find_precedents(kinds, first)
         return self._precedents_of[rank]
+
+
+def _partitions(groups: Mapping[str, Group]) -> dict[str, int]:
+    """Which groups without a label were made together: 0, 1 and 2, 3, then 1, 2 in another line.
+
+    Torch's names are running numbers; groups of one size that share no rank follow each other.
+    """
+    unlabelled = [key for key, group in groups.items() if group.ranks and not group.label]
+    partition_of: dict[str, int] = {}
+    partition = 0
+    covered: set[int] = set()
+    size = 0
+    for key in sorted(unlabelled, key=lambda key: (len(key), key)):
+        ranks = groups[key].ranks
+        if len(ranks) != size or not covered.isdisjoint(ranks):
+            partition += 1
+            covered = set()
+        size = len(ranks)
+        covered |= set(ranks)
+        partition_of[key] = partition
+    return partition_of
 
 
 def _find_precedents(all_kinds: Any, first: int) -> _Precedents:

@@ -38,6 +38,9 @@ from hypergrid.hangs.recording import (
 )
 from hypergrid.messages import one_line
 
+# Torch's own names of groups: a running number, or a digest of the members.
+_NAMED_BY_TORCH = re.compile(r"\d*|[0-9a-f]{40}")
+_UNDEFINED = "undefined"  # torch's description of a group that was given none
 _NUMBERED = re.compile(r"^(.*?)(\d{1,9})(\.json)?$")
 _MOST_RANKS = 1 << 20
 _MOST_BYTES = 256 << 20  # of a file
@@ -140,6 +143,7 @@ class _Loaded(NamedTuple):
     recording: RankRecording | None = None  # the part that is in this file
     groups: Sequence[Group] = ()
     world_size: int = 0
+    lists_groups: bool = False  # every live group of the rank is among ``groups``
     problem: str = ""
     is_foreign: bool = False  # it may be a file of somebody else
 
@@ -206,11 +210,12 @@ def _trace(path: Path, data: _Table, latest: int) -> _Loaded:
     configurations = data.get("pg_config") or {}
     for name, config in configurations.items():
         members = _members(config["ranks"])
-        label = _text(config["desc"])
+        name = _text(name)
+        label = _label(name, config["desc"])
         if label == DEFAULT:
             world_size = len(members)
         if members:
-            group = Group(_text(name), label, members)
+            group = Group(name, label, members)
             groups.append(group)
     return _Loaded(recording, groups, world_size)
 
@@ -222,15 +227,16 @@ def _groups(data: _Table) -> _Loaded:
     groups = []
     # A communicator that several labels share carries the name of the one that created it.
     for row in sorted(data["groups"], key=lambda row: row.get("shared_with") is not None):
+        name = _text(row["name"])
         group = Group(
-            _text(row["name"]),
-            label=_text(row["label"] or row["description"]),
+            name,
+            label=_label(name, row["label"] or row["description"]),
             ranks=_members(row["ranks"]),
             dims=tuple(map(_text, row["dims"] or ())),
         )
         groups.append(group)
     world_size = _rank(int(data["world_size"]))
-    return _Loaded(_process(data), groups, world_size)
+    return _Loaded(_process(data), groups, world_size, lists_groups=True)
 
 
 def _stack(data: _Table) -> _Loaded:
@@ -313,7 +319,16 @@ def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     # A "|" in the name would be taken for the end of it.
     if text.count("|") != len(shapes):
         raise ValueError("a call has no valid name")
-    return Title(_text(torch_name), _text(label), is_p2p is True, text)
+    name = _text(torch_name)
+    return Title(name, _label(name, label), is_p2p is True, text)
+
+
+def _label(name: str, description: Any) -> str:
+    """What people call a group: the name that a script gave it, where it has no description."""
+    label = _text(description)
+    if label != _UNDEFINED:
+        return label
+    return "" if _NAMED_BY_TORCH.fullmatch(name) else name
 
 
 def _rank(number: Any) -> int:
@@ -374,6 +389,7 @@ class _Reader:
         self.calls_left = _MOST_CALLS
         self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)
         self.members_of: dict[tuple[int, str], Ranks] = {}
+        self.listing: set[int] = set()  # ranks whose groups are all known
         self.place_of: dict[Title, int] = {}
 
     def add(self, path: Path, loaded: _Loaded) -> None:
@@ -395,6 +411,8 @@ class _Reader:
         rank = loaded.recording.rank
         if loaded.world_size:
             self.sizes.setdefault(loaded.world_size, rank)
+        if loaded.lists_groups:
+            self.listing.add(rank)
         for group in loaded.groups:
             first = self.named[group.name].setdefault(group.ranks, group)
             first.dims = first.dims or group.dims  # torch's recorder has no dims
@@ -442,12 +460,29 @@ class _Reader:
             rank_recording.calls = calls
         # No file may say how many ranks the job has: then it has at least those that are named.
         highest_rank = max(self.ranks, default=-1)
-        for group in self.groups.values():
-            highest_rank = max(highest_rank, *group.ranks, -1)
+        if not self.sizes:
+            for group in self.groups.values():
+                highest_rank = max(highest_rank, *group.ranks, -1)
         self.recording.world_size = max(highest_rank + 1, *self.sizes, 0)
+        for group in self.groups.values():
+            group.outside = self._outside(group)
         self.recording.ranks = dict(sorted(self.ranks.items()))
         self.recording.mixed = self._several_sizes() or _gap(self.recording.ranks.values())
         return self.recording
+
+    def _outside(self, group: Group) -> frozenset[int]:
+        """The members that are no ranks of this job.
+
+        A trainer and an inference engine make a group over a store of their own, whose members are
+        numbered anew: its rank 1 is not the job's. A name that torch gave is of ``new_group``,
+        whose members are ranks of the job.
+        """
+        outside = {rank for rank in group.ranks if rank >= self.recording.world_size}
+        if not _NAMED_BY_TORCH.fullmatch(group.name):
+            for rank in self.listing.intersection(group.ranks):
+                if (rank, group.name) not in self.members_of:
+                    outside.add(rank)
+        return frozenset(outside)
 
     def _name_foreign_files(self) -> None:
         """Other files of the job may be numbered too, such as logs: only dumps are missed."""
@@ -505,6 +540,7 @@ class _Reader:
                     f"{newest.rank}, or of another job: they are not used."
                 )
                 self.ranks[rank] = RankRecording(rank)
+                self.listing.discard(rank)
 
     def _several_sizes(self) -> str:
         """The sizes of the job that files name, if they differ."""

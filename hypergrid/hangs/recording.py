@@ -152,13 +152,16 @@ class Group:
     label: str = ""
     ranks: Ranks = ()
     dims: tuple[str, ...] = ()
+    outside: frozenset[int] = frozenset()  # members that are processes of another job
 
     @property
     def shown(self) -> str:
         """How a sentence calls it."""
         if self.label == DEFAULT:
             return "the default group"
-        return self.label or f"group {self.name}"
+        if self.label or not self.ranks:
+            return self.label or f"group {self.name}"
+        return f"a group of {len(self.ranks)} ranks"  # its number means nothing to anybody
 
 
 @dataclass

@@ -122,6 +122,7 @@ _NEXT = {
     "order": "find the condition in the script that only some ranks meet before these calls.",
     "raised": "read the error in the output of {ranks}.",
     "no dump": "look for {ranks} in the kernel's log of the host, and in the scheduler's log.",
+    "outside": "look at the process that is that member, such as an inference engine.",
     "never entered": "read the stack of {ranks}, and ask again: if the rank is only slow, the "
     "number of its last call grows.",
     "root": "compare the roots that the ranks name, then look at the network and the devices.",
@@ -167,6 +168,7 @@ class _Words:
             "slow": self._slow,
             "mismatch": self._mismatch,
             "order": self._order,
+            "outside": self._outside,
         }
         to_text = sentences.get(self.cause.kind, self._absent)
         text = to_text()
@@ -223,8 +225,8 @@ class _Words:
                     place = _at(frames)
                     lines.append(f"rank {rank} made the call in {place}.")
         elif cause.wait is not None:
-            # The sentence on a slow call says who is in it.
-            if cause.kind != "slow":
+            # The sentences on these say who is in the call.
+            if cause.kind not in ("slow", "outside"):
                 line = self._line(cause.wait)
                 lines.append(line)
         elif cause.kind == "empty" or (cause.kind == "order" and cause.doubt == "hidden"):
@@ -288,6 +290,15 @@ class _Words:
         if self.cause.doubt:
             return f"{text}."
         return f"{text}, so nobody is missing. It is slow, or the network under it does not answer."
+
+    def _outside(self) -> str:
+        wait = self._wait()
+        waiters = _ranks(wait.inside, "waits", "wait")
+        members = _span(sorted(wait.outside))
+        is_one = len(wait.outside) == 1
+        whose = f"member {members} is" if is_one else f"members {members} are"
+        call = self._title(wait.call)
+        return f"{waiters} in {call}{self._lasting(wait)}, whose {whose} outside of this job."
 
     def _wait(self) -> Wait:
         assert self.cause.wait is not None
@@ -463,8 +474,11 @@ class _Words:
 
     def _group(self, key: str) -> str:
         """Such as "DATA 0, 2"."""
-        members = self.waiting.members(key)
-        return f"{self.groups[key].shown} {_span(members)}"
+        group = self.groups[key]
+        members = _span(self.waiting.members(key))
+        if group.ranks and not group.label:
+            return f"the group of ranks {members}"
+        return f"{group.shown} {members}"
 
     def _call(self, wait: Wait) -> str:
         """Such as "all_reduce #3 of DATA 0, 2", or "send from rank 0 to rank 2 of PIPELINE"."""

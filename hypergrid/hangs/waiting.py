@@ -12,6 +12,7 @@ import numpy as np
 
 from hypergrid.hangs.recording import DEFAULT, Call, Calls, Frame, Recording, Title, What
 
+_OUTSIDE = "outside"  # stands for all processes of other jobs
 _NOWHERE = -1  # the last number of a rank that did not call a group
 _ALL = 1 << 62  # more than any number
 # Calls that gloo's recorder may lack, and the stacks show.
@@ -49,6 +50,7 @@ class Wait:
     absent: Set[int]
     unlike: Set[int]
     behind: Set[int]
+    outside: Set[int]  # members that are processes of another job
     ns: int  # how long
 
     @property
@@ -118,7 +120,7 @@ class Waiting:
     is not recorded; they and victims are ``guessing``: each may wait for any other rank.
     ``unequal`` are the different calls that ranks made at one place of a group, those of the most
     ranks last. Of each set in ``last_ones``, whose ranks wait for nobody but each other, one has to
-    move first.
+    move first; ``waits_outside`` are those for a process of another job, which no file shows.
     """
 
     def __init__(self, recording: Recording, patience: float) -> None:
@@ -159,6 +161,7 @@ class Waiting:
                 self.unseen.add(rank)
         self.guessing = self.unseen | (self.victims - blocked)
         self.blocked = blocked | self.guessing
+        self.waits_outside: list[Wait] = []
         self.last_ones = self._last_ones()
 
     def _sort_in(self, rank: int) -> None:
@@ -230,19 +233,25 @@ class Waiting:
         # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
         graph: dict[Any, Iterable[Any]] = {}
         for wait in self.waits:
-            graph[wait] = wait.missed
+            graph[wait] = _targets(wait, wait.missed)
         for rank, waits in self.of.items():
-            graph[rank] = []
+            targets: list[Any] = []
             for wait in waits:
-                is_in_it = rank in wait.entered
-                graph[rank] += [wait] if is_in_it else wait.missed_by(rank)
+                if rank in wait.entered:
+                    targets.append(wait)
+                else:
+                    targets += _targets(wait, wait.missed_by(rank))
+            graph[rank] = targets
         for rank in self.guessing:
             graph[rank] = [None]
             graph[None] = self.world
         last_ones = []
         for component in _last_components(graph):
             ranks = component.intersection(self.world)
-            last_ones.append(ranks)
+            if ranks:
+                last_ones.append(ranks)
+            else:
+                self.waits_outside = [wait for wait in self.waits if wait.outside]
         return sorted(last_ones, key=min)
 
     def circle(self, within: set[int]) -> list[Step]:
@@ -365,6 +374,8 @@ class Waiting:
                 # It is in an earlier call of the group, or has queued this one.
                 if (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
+            outside = self.recording.groups[group].outside
+            absent -= outside
             alike = self._alike(group, seq, called)
             # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
             recorded = set().union(*alike)
@@ -376,6 +387,7 @@ class Waiting:
                         absent,
                         unlike=recorded - calls.keys(),
                         behind=behind & calls.keys(),
+                        outside=outside,
                     )
 
     def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
@@ -399,6 +411,7 @@ class Waiting:
         absent: Set[int],
         unlike: Set[int],
         behind: Set[int],
+        outside: Set[int],
     ) -> None:
         ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
         if not self._is_stuck(inside, ns):
@@ -413,9 +426,10 @@ class Waiting:
             absent,
             unlike,
             behind,
+            outside,
             ns,
         )
-        if wait.missed:
+        if wait.missed or outside:
             self.waits.append(wait)
         else:
             self.running.append(wait)
@@ -459,7 +473,10 @@ class Waiting:
             operation = operations[0]
             absent = set()
             behind = set()
-            if unanswered > 0:
+            outside = self.recording.groups[key.group].outside.intersection([answer.rank])
+            if outside:
+                pass
+            elif unanswered > 0:
                 first = max(0, len(operations) - unanswered)
                 operation = operations[first]
                 absent.add(answer.rank)
@@ -474,6 +491,7 @@ class Waiting:
                 absent,
                 unlike=set(),
                 behind=behind,
+                outside=outside,
             )
 
     def _ended_pairs(self) -> Counter[_PairKey]:
@@ -502,6 +520,11 @@ class Waiting:
         if ranks is None:
             return None
         return _PairKey(title.group, ranks, operation.name)
+
+
+def _targets(wait: Wait, missed: Set[int]) -> list[Any]:
+    """Whom a call leads to: ranks, and the processes outside."""
+    return [*missed, _OUTSIDE] if wait.outside else [*missed]
 
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:

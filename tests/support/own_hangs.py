@@ -9,9 +9,11 @@ files decide it: where two programs with another culprit each leave the same, no
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -219,10 +221,10 @@ def two_groups_the_other_way_round(rank):
     tp = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     dp = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     for step in range(STEPS):
-        order = (dp, tp) if is_last(step) and rank == 1 else (tp, dp)
+        order = (None, tp) if is_last(step) and rank == 1 else (tp, None)
         for group in order:
             dist.all_reduce(torch.ones(8), group=group)
-        dist.barrier()
+        dist.all_reduce(torch.ones(4), group=dp)
 
 
 @hangs(3, 2)
@@ -263,23 +265,30 @@ def is_out_of_memory(rank):
     steps()
 
 
+def weights_group(file, rank):
+    """A group of a trainer and an inference engine, as RL frameworks make it."""
+    c10d = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        2, rank, [], "gloo", dist.FileStore(file, 2), group_name="weights",
+        timeout=c10d.default_pg_timeout,
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
 @hangs(2)
-def weights_for_an_engine_that_is_gone(rank):
+def engine_that_does_not_take_the_weights(rank):
     steps()
     if rank == 0:
-        store = dist.FileStore(f"/tmp/own-hangs-store-{os.getpid()}", 2)
-        store.set("1", "joined")
-        group, _ = dist.distributed_c10d._new_process_group_helper(
-            2,
-            0,
-            [],
-            dist.Backend("gloo"),
-            store,
-            group_name="weights",
-            timeout=dist.distributed_c10d.default_pg_timeout,
-        )
-        dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
-        dist.broadcast(torch.ones(8), group=group, group_src=0)
+        with tempfile.TemporaryDirectory() as directory:
+            file = f"{directory}/store"
+            if os.fork() == 0:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with the trainer
+                weights_group(file, 1)
+                time.sleep(1000)
+            group = weights_group(file, 0)
+            dist.broadcast(torch.ones(8), group=group, group_src=0)
+            dist.all_reduce(torch.ones(8), group=group)
     steps()
 
 
