@@ -356,7 +356,7 @@ class Rules:
         """Why others may be the cause of what these ranks seem to be."""
         waiting = self.waiting
         if kind == "raised":
-            return "sounds" if named & waiting.broken else ""
+            return "sounds" if named & waiting.doubtful else ""
         is_gone = kind == "no dump"
         if is_gone:
             if named & waiting.recording.unread:

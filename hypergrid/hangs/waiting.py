@@ -23,7 +23,7 @@ UNRECORDED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", *_UNRECORDE
 _NOT_COME = re.compile(r"timed? ?out|other rank|watchdog|abort|gloo.*(enforce|preamble)", re.I)
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process|peer closed|socket|"
-    r"nccl\w*error",
+    r"nccl(remote|system|internal)error",
     re.I,
 )
 # A call to torch waits or raises in one of these, or in the recorder that is around it.
@@ -114,8 +114,8 @@ class Waiting:
 
     ``waits`` are the calls that miss somebody, ``running`` those that all have entered; ``of`` are
     the waits that each blocked rank is in. ``gone`` are ranks without a dump, ``blind`` those with
-    a stack and without a flight recorder, ``raised`` those with an error of their own, ``broken``
-    those of them whose device or connection failed in a call, and ``victims`` those whose error
+    a stack and without a flight recorder, ``raised`` those with an error of their own, ``doubtful``
+    one whose error may yet come from another rank, and ``victims`` those whose error
     comes from another rank. ``unseen`` are in a send or receive that
     is not recorded; they and victims are ``guessing``: each may wait for any other rank.
     ``unequal`` are the different calls that ranks made at one place of a group, those of the most
@@ -131,19 +131,12 @@ class Waiting:
         self.gone = set(self.world)
         self.blind: set[int] = set()
         self.raised: set[int] = set()
-        self.broken: set[int] = set()
+        self.doubtful: set[int] = set()
         self.victims: set[int] = set()
         self._end = 0  # of all recordings
         for rank in self.ranks:
             self._sort_in(rank)
-        ends = [
-            recording.written
-            for recording in self.ranks.values()
-            if recording.error or recording.ended
-        ]
-        self._first_end = min(ends, default=0)
-        for rank in self.ranks:
-            self._sort_error(rank)
+        self._sort_errors()
         self._last_numbers: dict[int, dict[str, int]] = {}  # of each rank in each group
         self._pending: dict[int, list[_Pending]] = {}
         for rank in self.ranks:
@@ -174,23 +167,33 @@ class Waiting:
         last_time = self.last_time(rank)
         self._end = max(self._end, last_time, recording.written)
 
-    def _sort_error(self, rank: int) -> None:
-        """Whether an error is the rank's own, or comes from others.
+    def _sort_errors(self) -> None:
+        """Tell errors of a rank's own from those that come from other ranks.
 
-        It comes from others if it ended a call to torch because another rank did not come, or lost
-        a connection after another rank had ended.
+        An error comes from others if it ended a call to torch because another rank did not come, or
+        lost a connection and is not the first end of a script that is known.
         """
+        lost = []
+        for rank, recording in self.ranks.items():
+            in_call = self._raised_in_a_call(rank) or not recording.stack
+            if in_call and _NOT_COME.search(recording.error):
+                self.victims.add(rank)
+            elif in_call and _LOST.search(recording.error):
+                lost.append(rank)
+            elif recording.error:
+                self.raised.add(rank)
+        self.victims.update(lost)
+        has_ended = any(recording.ended for recording in self.ranks.values())
+        if lost and not (self.gone or self.raised or has_ended):
+            first = min(lost, key=lambda rank: self.ranks[rank].written)
+            self.doubtful.add(first)
+            self.raised.add(first)
+            self.victims.discard(first)
+
+    def _raised_in_a_call(self, rank: int) -> bool:
         recording = self.ranks[rank]
-        stack = recording.stack
-        is_in_call = not stack or _IN_A_CALL.search(stack[0].file) is not None
-        if is_in_call and _NOT_COME.search(recording.error):
-            self.victims.add(rank)
-        elif is_in_call and _LOST.search(recording.error):
-            is_first = not self.gone and recording.written <= self._first_end
-            (self.broken if is_first else self.victims).add(rank)
-        elif recording.error:
-            self.raised.add(rank)
-        self.raised |= self.broken
+        innermost = recording.stack[:1]
+        return bool(recording.error) and any(_IN_A_CALL.search(line.file) for line in innermost)
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
@@ -314,7 +317,7 @@ class Waiting:
         is_collective_title = [not title.p2p for title in calls.titles]
         is_collective = np.array(is_collective_title, bool)[calls.title]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
-        if rank in self.broken and calls:
+        if rank in self.raised and self._raised_in_a_call(rank) and calls:
             # It is not in its last call any more.
             last = calls[-1]
             self._last_numbers[rank][last.group] = last.seq - 1

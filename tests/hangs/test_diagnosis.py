@@ -133,10 +133,11 @@ def judged(directory, name):
                 for rank in ranks:
                     written = job.ranks[rank].now + int(seconds_after_calls * SECOND)
                     stack(directory, rank, STACKS[text], written=written, **options)
-            case "error":
+            case "error" | "error in a call":
+                frames = STACKS["reduce"] if subject.startswith("error in") else ()
                 for rank in ranks:
                     last_error += SECOND
-                    stack(directory, rank, error=text, written=last_error)
+                    stack(directory, rank, frames, error=text, written=last_error)
             case "ended":
                 for rank in ranks:
                     stack(directory, rank, reason="ended")

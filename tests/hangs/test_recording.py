@@ -74,12 +74,18 @@ def test_one_name_of_torch_for_two_groups_is_two_groups(tmp_path):
 
 
 def test_operations_of_a_batch_have_its_state(tmp_path):
-    """NCCL's recorder has the state of a batch apart from its sends and receives."""
+    """NCCL's recorder has the state of a batch apart from its sends and receives.
+
+    The entry of the batch is none of a send, and has the number of its sends. Of the first batch
+    only that entry is left.
+    """
     recorder = Rank(0, GROUPS)
-    for seq, is_done in ((1, True), (2, False)):
+    for seq, is_done in ((1, True), (2, True), (3, False)):
         for name in ("send 0->1", "recv 0<-1", "coalesced"):
             recorder.call("7", name, done=is_done and name == "coalesced")
-            recorder.entries[-1].update(is_p2p=True, p2p_seq_id=seq)
+            is_p2p = name != "coalesced"
+            recorder.entries[-1].update(is_p2p=is_p2p, collective_seq_id=0, p2p_seq_id=seq)
+    del recorder.entries[:2]
     calls = read(write(tmp_path, [recorder])).ranks[0].calls
     operations = [(call.what.name, call.done) for call in calls]
     assert operations == [("send", True), ("recv", True), ("send", False), ("recv", False)]
