@@ -235,10 +235,15 @@ class Rules:
             cause = self._few_missing(within)
         if cause is not None:
             return cause
-        unseen = waiting.unseen & within
-        if unseen:
-            ranks = sorted(unseen)
-            return Cause("order", tuple(ranks), doubt="hidden")
+        functions = {rank: name for rank, name in waiting.unseen.items() if rank in within}
+        if functions:
+            # Stacks are evidence too: of ranks in different calls, those in a rarer one.
+            ((usual, count),) = Counter(functions.values()).most_common(1)
+            named = [rank for rank, name in functions.items() if name != usual]
+            if not 0 < len(named) < count:
+                named = sorted(functions)
+            is_blind = not waiting.blind.isdisjoint(functions)
+            return Cause("order", tuple(named), doubt="blind" if is_blind else "hidden")
         circle = waiting.circle(within)
         circle_ranks = []
         circle_waits = []
@@ -271,7 +276,7 @@ class Rules:
         if fullest is None:
             return None
         ranks = sorted(fullest.absent)
-        is_seen = self.waiting.unseen.isdisjoint(within)
+        is_seen = within.isdisjoint(self.waiting.unseen)
         return Cause(
             "never entered",
             tuple(ranks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from hypergrid.hangs.causes import Cause, Kind, Rules
 from hypergrid.hangs.history import Departure
 from hypergrid.hangs.recording import Call, Frame, RankRecording, Ranks, Recording
-from hypergrid.hangs.waiting import UNRECORDED, Place, Wait, Waiting, pair_of
+from hypergrid.hangs.waiting import Place, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
 
 SCHEMA = 1
@@ -138,8 +139,8 @@ _DOUBTS = {
     "mixed": "{mixed}. The files seem to be of two jobs, or of two times",
     "old": "a dump of {ranks} was written before that call, or while the rank still worked, and "
     "the rank may have come since. Have all ranks write at the same time",
-    "hidden": "sends and receives are not recorded, and ranks may wait for others in one. "
-    "HYPERGRID_RECORD_P2P=1 records them",
+    "hidden": "ranks may wait for others in a call that is not recorded. HYPERGRID_RECORD_P2P=1 "
+    "records the sends and receives of gloo",
     "blind": "the flight recorder of {blind} is missing or cut, and what was called there is not "
     "known",
     "either": "{ranks} may be right, and another rank made a call too many or too few",
@@ -229,7 +230,7 @@ class _Words:
             if cause.kind not in ("slow", "outside"):
                 line = self._line(cause.wait)
                 lines.append(line)
-        elif cause.kind == "empty" or (cause.kind == "order" and cause.doubt == "hidden"):
+        elif cause.kind == "empty" or (cause.kind == "order" and self.waiting.unseen):
             stuck_ranks = self.waiting.unseen or self.ranks
             for rank in sorted(stuck_ranks):
                 stack = self.ranks[rank].stack
@@ -241,7 +242,8 @@ class _Words:
     def _step(self, rank: int, needed: int, wait: Wait | None) -> str:
         """Who waits for whom in a circle."""
         if wait is None:
-            return f"rank {rank} is in a send or recv and may wait for rank {needed}."
+            function = self.waiting.unseen.get(rank, "a call")
+            return f"rank {rank} is in {function} and may wait for rank {needed}."
         call = self._call(wait)
         state = "is in"
         if rank in wait.behind:
@@ -382,10 +384,7 @@ class _Words:
     def _missed_unrecorded(self) -> str:
         """The call, not recorded, in which others wait."""
         waiting_ranks = self.waiting.guessing.difference(self.cause.ranks)
-        frame = self.waiting.unrecorded_frame(min(waiting_ranks))
-        function = "a send or recv"
-        if frame is not None and frame.function in UNRECORDED:
-            function = frame.function
+        function = self.waiting.unseen.get(min(waiting_ranks), "a call")
         waiters = _ranks(waiting_ranks, "waits", "wait")
         return f"did not take part in {function}, in which {waiters}"
 
@@ -424,8 +423,7 @@ class _Words:
         cause = self.cause
         departure = cause.departure
         if departure is None and not cause.circle:
-            ranks = _ranks(cause.ranks, "is", "are")
-            return f"{ranks} in a send or recv."
+            return self._unseen()
         texts = []
         if departure is not None:
             named = self._named(cause.ranks)
@@ -439,6 +437,19 @@ class _Words:
             call = self._call(cause.wait)
             texts.append(f"Ranks wait in {call}.")
         return " ".join(texts)
+
+    def _unseen(self) -> str:
+        """The calls, not recorded, in which all wait."""
+        unseen = self.waiting.unseen
+        ranks_in: dict[str, list[int]] = defaultdict(list)
+        for rank, function in unseen.items():
+            ranks_in[function].append(rank)
+        named_first = sorted(ranks_in, key=lambda name: ranks_in[name][0] not in self.cause.ranks)
+        texts = []
+        for function in named_first:
+            ranks = _ranks(ranks_in[function], "is", "are")
+            texts.append(f"{ranks} in {function}")
+        return f"{', and '.join(texts)}."
 
     def _departed(self, departure: Departure) -> str:
         """The call that was made instead of the one that was due."""
@@ -460,7 +471,7 @@ class _Words:
                 calls.append(self._call(wait))
         # Several ranks can be in one call.
         first_calls = list(dict.fromkeys(calls))[:2]
-        where = " and ".join(first_calls) or "send and recv"
+        where = " and ".join(first_calls) or "calls that are not recorded"
         return f"{_ranks(ranks)} wait for each other in {where}"
 
     # Names.

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.hangs.recording import DEFAULT, Call, Calls, Frame, Recording, Title, What
+from hypergrid.hangs.recording import DEFAULT, Call, Calls, Recording, Title, What
 
 _OUTSIDE = "outside"  # stands for all processes of other jobs
 _NOWHERE = -1  # the last number of a rank that did not call a group
 _ALL = 1 << 62  # more than any number
-# Calls that gloo's recorder may lack, and the stacks show.
-_UNRECORDED_COLLECTIVES = ("monitored_barrier", "gather", "gather_object", "scatter")
-UNRECORDED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", *_UNRECORDED_COLLECTIVES)
 # Errors of a call that say that another rank did not come, or called otherwise, and that a process
 # ended. Data sets and storage raise the same words.
 _NOT_COME = re.compile(r"timed? ?out|other rank|watchdog|abort|gloo.*(enforce|preamble)", re.I)
@@ -28,6 +25,7 @@ _LOST = re.compile(
 )
 # A call to torch waits or raises in one of these, or in the recorder that is around it.
 _IN_A_CALL = re.compile(r"/torch/(distributed(?!/checkpoint)|autograd)/|/hypergrid/hangs/")
+_WRAPPER = "c10d_logger.py"  # is around every call of torch's
 _OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
 _PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
 # The members of a group need not agree on what only one of them gives, or takes.
@@ -115,12 +113,12 @@ class Waiting:
     ``waits`` are the calls that miss somebody, ``running`` those that all have entered; ``of`` are
     the waits that each blocked rank is in. ``gone`` are ranks without a dump, ``blind`` those with
     a stack and without a flight recorder, ``raised`` those with an error of their own, ``doubtful``
-    one whose error may yet come from another rank, and ``victims`` those whose error
-    comes from another rank. ``unseen`` are in a send or receive that
-    is not recorded; they and victims are ``guessing``: each may wait for any other rank.
-    ``unequal`` are the different calls that ranks made at one place of a group, those of the most
-    ranks last. Of each set in ``last_ones``, whose ranks wait for nobody but each other, one has to
-    move first; ``waits_outside`` are those for a process of another job, which no file shows.
+    one whose error may yet come from another rank, and ``victims`` those whose error does.
+    ``unseen`` has the ranks that are in a call that is not recorded, and its name; they and victims
+    are ``guessing``: each may wait for any other rank. ``unequal`` are the different calls that
+    ranks made at one place of a group, those of the most ranks last. Of each set in ``last_ones``,
+    whose ranks wait for nobody but each other, one has to move first; ``waits_outside`` are those
+    for a process of another job, which no file shows.
     """
 
     def __init__(self, recording: Recording, patience: float) -> None:
@@ -148,11 +146,12 @@ class Waiting:
         self._find_pairs()
         self.of = self._waits_of_ranks()
         blocked = self.of.keys()
-        self.unseen: set[int] = set()
-        for rank in self.ranks.keys() - blocked - self.raised - self.victims:
-            if self.unrecorded_frame(rank) and self._is_idle(rank):
-                self.unseen.add(rank)
-        self.guessing = self.unseen | (self.victims - blocked)
+        self.unseen: dict[int, str] = {}
+        for rank in sorted(self.ranks.keys() - blocked - self.raised - self.victims):
+            function = self._unrecorded_function(rank)
+            if function and self._is_idle(rank):
+                self.unseen[rank] = function
+        self.guessing = self.unseen.keys() | (self.victims - blocked)
         self.blocked = blocked | self.guessing
         self.waits_outside: list[Wait] = []
         self.last_ones = self._last_ones()
@@ -273,18 +272,25 @@ class Waiting:
         start = walked.index(rank)
         return steps[start:]
 
-    def unrecorded_frame(self, rank: int) -> Frame | None:
-        """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
-        sees_p2p = self.sees_p2p(rank)
-        functions = _UNRECORDED_COLLECTIVES if sees_p2p else UNRECORDED
-        for frame in self.ranks[rank].stack[:8]:
-            if frame.function in functions and "distributed" in frame.file:
-                return frame
-            # Such as Megatron's p2p_communication.py, which may wait for a handle.
-            _, _, file_name = frame.file.rpartition("/")
-            if "p2p" in file_name and not sees_p2p:
-                return frame
-        return None
+    def _unrecorded_function(self, rank: int) -> str:
+        """The call to torch, not recorded, that its main thread is in; empty where it is in none.
+
+        Such as a receive of gloo's, or ``new_group``, in which members wait for each other.
+        """
+        stack = self.ranks[rank].stack
+        if self._pending.get(rank) or self.ranks[rank].ended:
+            return ""  # it is in a call that is recorded, or in none
+        function = ""
+        for frame in stack:
+            if not _IN_A_CALL.search(frame.file):
+                break
+            if not frame.file.endswith(_WRAPPER):
+                function = frame.function
+        # Such as Megatron's p2p_communication.py, which may wait for a handle.
+        _, _, file_name = stack[0].file.rpartition("/") if stack else ("", "", "")
+        if not function and "p2p" in file_name and not self.sees_p2p(rank):
+            return "a send or recv"
+        return function
 
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""

@@ -27,6 +27,7 @@ STACKS = {
     "reduce": [(TORCH, 9, "all_reduce")],
     "recv": [(TORCH, 9, "recv"), ("/job/stages.py", 3, "take")],
     "monitored_barrier": [(TORCH, 9, "monitored_barrier"), ("train.py", 3, "step")],
+    "new_group": [(TORCH, 9, "_new_process_group_helper"), (TORCH, 5, "new_group")],
     "load": [("/home/torch/data.py", 33, "load")],
     "idle": [],
 }

@@ -276,6 +276,23 @@ def weights_group(file, rank):
     return group
 
 
+@hangs(4, 3)
+def group_whose_member_does_not_create_it(rank):
+    steps()
+    if rank != 3:
+        dist.new_group([0, 1, 2, 3])
+    else:
+        time.sleep(1000)
+
+
+@hangs(4, 1)
+def ddp_on_some_ranks(rank):
+    net = torch.nn.Linear(4, 4)
+    if rank == 1:
+        time.sleep(1000)
+    DistributedDataParallel(net)
+
+
 @hangs(2)
 def engine_that_does_not_take_the_weights(rank):
     steps()
