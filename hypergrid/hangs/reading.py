@@ -6,25 +6,19 @@ one recording: which groups have the same name, which files are of another run o
 
 from __future__ import annotations
 
-import gc
 import json
 import marshal
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from functools import partial
-from itertools import takewhile
-from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.hangs import pickles
+from hypergrid.hangs.loading import Refused, load_all, unpickled
 from hypergrid.hangs.recording import (
     DEFAULT,
     Calls,
@@ -84,12 +78,11 @@ def read(
     directory.
 
     A directory has at most 100,000 files, a file 256 MiB, and all together 64 million calls (of 48
-    bytes each): what comes after them is left out. Reading takes at most 100 times the largest file
-    beside that. ``progress`` is called after each file, with the number of files that were read and
-    that of all.
+    bytes each): what comes after them is left out. ``progress`` is called after each file, with the
+    number of files that were read and that of all.
 
-    Many files are loaded by so many forked ``processes``, each of which holds one file: give more
-    than one only where no other thread runs.
+    Files are loaded by so many forked ``processes``, each of which holds one. A file that takes more
+    than 64 times its size and 128 MiB of memory, or half a second for each MiB and two, is refused.
     """
     reader = _Reader()
     paths = _paths(Path(directory))
@@ -101,19 +94,11 @@ def read(
             f"{len(left_out):,} files, from {first} on, are not read: the limit is "
             f"{_MOST_FILES:,} files."
         )
-    workers = min(processes, len(paths) // 16)
-    with ExitStack() as stack:
-        if gc.isenabled():
-            gc.disable()  # there are no cycles to find among millions of new objects
-            stack.callback(gc.enable)
-        load: Any = map
-        if workers > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(workers, get_context("fork")))
-            load = partial(pool.map, chunksize=4)
-        for number, loaded in enumerate(load(_load, paths)):
-            reader.add(paths[number], loaded)
-            if progress is not None:
-                progress(number + 1, len(paths))
+    answers = load_all(_load, paths, _refused, processes)
+    for number, (path, loaded) in enumerate(zip(paths, answers, strict=True)):
+        reader.add(path, loaded)
+        if progress is not None:
+            progress(number + 1, len(paths))
     return reader.finish()
 
 
@@ -160,7 +145,7 @@ def _load(path: Path) -> _Loaded:
         if not content:
             return _Loaded(problem=_unreadable("it is empty"), is_foreign=True)
         if content[:1] == b"\x80":
-            data = pickles.load(content)
+            data = unpickled(content)
         elif content.lstrip()[:1] == b"{":
             data = json.loads(content)
         else:
@@ -175,11 +160,17 @@ def _load(path: Path) -> _Loaded:
         if "groups" in data and "pid" in data:
             return _groups(data)
         return _Loaded()
-    except pickles.Refused as error:
-        return _Loaded(problem=f"was refused: {error}")
+    except Refused as error:
+        return _refused(str(error))
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged file can raise nearly anything
         why = str(error) or type(error).__name__
         return _Loaded(problem=_unreadable(why))
+
+
+def _refused(why: str) -> _Loaded:
+    return _Loaded(problem=f"was refused: {why}")
 
 
 def _opener(path: str, flags: int) -> int:
@@ -265,49 +256,75 @@ def _process(data: _Table) -> RankRecording:
     return recording
 
 
-def _calls(entries: list[_Table]) -> tuple[Calls, bool]:
-    """Entries of a flight recorder, and whether they reach back to the first call."""
+def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
+    """Entries of a flight recorder, and whether they reach back to the first call.
+
+    What the fields of an entry mean is a table of docs/hangs.md. There are millions of entries: no
+    step is done for each that can be done for a column.
+    """
     if not entries:
         return Calls(), True
     titles: list[Title] = []
     place_of: dict[bytes, int] = {}
-    rows: list[list[Any]] = []
-    numbers: list[tuple[str, Any, Any]] = []  # of the rows, each in its group
-    frames: dict[int, Stack] = {}
-    for entry in entries:
-        # There are millions of entries: the bytes of these fields find the title in one step.
-        shared_fields = _SHARED_FIELDS(entry)
-        key = marshal.dumps(shared_fields)
-        if key not in place_of:
-            place_of[key] = len(titles)
+    places = []
+    for shared_fields in map(_SHARED_FIELDS, entries):
+        # The bytes of these fields find the title in one step.
+        key = marshal.dumps(shared_fields, 2)
+        place = place_of.get(key)
+        if place is None:
+            place = place_of[key] = len(titles)
             titles.append(_title(*shared_fields))
-        place = place_of[key]
-        title = titles[place]
-        collective_seq, p2p_seq, *times, retired, state = _OWN_FIELDS(entry)
-        seq = p2p_seq if title.p2p else collective_seq
-        is_done = retired is True or state == "completed"
-        row = [place, seq, *times, is_done]
-        number = (title.group, collective_seq, p2p_seq)
-        if title.what.name == "coalesced":
-            # NCCL's recorder has the state of a batch apart from its operations, which come before
-            # it and have its number. They stay "scheduled" for ever.
-            operations = takewhile(number.__eq__, reversed(numbers))
-            size = len(list(operations))
-            for operation_row in rows[len(rows) - size :]:
-                operation_row[3:] = row[3:]
-            # Those of a batch at the start of a recorder may have been overwritten.
-            if size or entry is entries[0]:
-                continue
-        # The stack of a call is shown if it has not ended, or is the last one.
-        if not is_done or entry is entries[-1]:
-            frames[len(rows)] = _frames(entry.get("frames"))
-        rows.append(row)
-        numbers.append(number)
-    columns = []
-    for column in zip(*rows, strict=True):
-        columns.append(_numbers(column))
+        places.append(place)
+    own_fields = zip(*map(_OWN_FIELDS, entries), strict=True)
+    collective_seqs, p2p_seqs, created, started, completed, retired, states = own_fields
+    is_done = [
+        is_retired is True or state == "completed"
+        for is_retired, state in zip(retired, states, strict=True)
+    ]
+    is_p2p = np.array([title.p2p for title in titles])[places]
+    columns = np.array(
+        [
+            places,
+            np.where(is_p2p, _numbers(p2p_seqs), _numbers(collective_seqs)),
+            _numbers(created),
+            _numbers(started),
+            _numbers(completed),
+            is_done,
+        ]
+    )
+    groups = [titles[place].group for place in places]
+    numbers = [*zip(groups, collective_seqs, p2p_seqs, strict=True)]
+    is_shown = _end_batches(titles, columns, numbers)
+    # The stack of a call is shown if it has not ended, or is the last one.
+    has_stack = columns[5] == 0
+    has_stack[-1] = True
+    frames = {}
+    for at in np.flatnonzero(has_stack & is_shown).tolist():
+        frames[at] = _frames(entries[at].get("frames"))
     is_whole = int(entries[0].get("record_id") or 0) == 0
-    return Calls(titles, columns, frames), is_whole
+    calls = Calls(titles, columns, frames)
+    return (calls if is_shown.all() else calls.at(is_shown)), is_whole
+
+
+def _end_batches(
+    titles: Sequence[Title], columns: Any, numbers: Sequence[tuple[str, Any, Any]]
+) -> Any:
+    """Give the operations of each batch the state of its entry, and hide that.
+
+    NCCL's recorder has the state of a batch in an entry behind its operations, which has their
+    numbers; they stay "scheduled" for ever.
+    """
+    batch_titles = [place for place, title in enumerate(titles) if title.what.name == "coalesced"]
+    is_batch = np.isin(columns[0], batch_titles)
+    is_shown = np.ones(len(is_batch), bool)
+    for at in np.flatnonzero(is_batch).tolist():
+        first = at
+        while first > 0 and numbers[first - 1] == numbers[at]:
+            first -= 1
+        columns[3:, first:at] = columns[3:, at : at + 1]
+        # Of a batch at the start of a recorder, the operations may have been overwritten.
+        is_shown[at] = first == at > 0
+    return is_shown
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
@@ -357,11 +374,7 @@ def _frames(rows: Any) -> Stack:
 
 def _numbers(values: Sequence[Any]) -> Any:
     """Whole numbers; 0 for those that are not known."""
-    try:
-        return np.array(values, np.int64)
-    except TypeError:
-        numbers = [int(value or 0) for value in values]
-        return np.array(numbers, np.int64)
+    return np.array([value or 0 for value in values], np.int64)
 
 
 def _text(value: Any) -> str:

@@ -95,6 +95,9 @@ class Calls(Sequence[Call]):
         self.columns = np.array(columns, np.int64)
         self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
 
+    def __reduce__(self) -> Any:
+        return Calls, (self.titles, self.columns, self.frames)
+
     @property
     def done(self) -> Any:
         """A mask of the calls that have ended."""
@@ -119,10 +122,10 @@ class Calls(Sequence[Call]):
     def at(self, places: Any) -> Calls:
         """The calls at some places, or where a mask is true, in that order."""
         places = np.arange(len(self))[places]
+        with_frames = np.flatnonzero(np.isin(places, [*self.frames]))
         frames = {}
-        for new_place, old_place in enumerate(places.tolist()):
-            if old_place in self.frames:
-                frames[new_place] = self.frames[old_place]
+        for new_place in with_frames.tolist():
+            frames[new_place] = self.frames[int(places[new_place])]
         return Calls(self.titles, self.columns[:, places], frames)
 
     def joined(self, later: Calls) -> Calls:
