@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 import pickle
 import resource
 import time
@@ -24,8 +25,8 @@ _LEAST_FILES = 16  # of a process: to start one takes as long as to read some
 # bytes that it has in a pickle.
 _BYTES = 128 << 20
 _BYTES_OF_A_BYTE = 64
-_SECONDS = 2  # of the processor
-_SECONDS_OF_A_MIB = 0.5
+_SECONDS = 0.5  # of the processor, of which the system counts whole ones
+_SECONDS_OF_A_MIB = 0.25  # 0.03 are needed
 _FORK = get_context("fork")
 _Answer = TypeVar("_Answer")
 
@@ -133,7 +134,7 @@ def _work(
         size = path.stat().st_size if path.exists() else 0
         _limit(resource.RLIMIT_AS, before + _BYTES + _BYTES_OF_A_BYTE * size)
         seconds = _SECONDS + _SECONDS_OF_A_MIB * (size >> 20)
-        _limit(resource.RLIMIT_CPU, int(time.process_time() + seconds) + 1)
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
         try:
             answer = pickle.dumps(load(path), protocol=5)
         except MemoryError:

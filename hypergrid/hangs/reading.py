@@ -81,8 +81,9 @@ def read(
     bytes each): what comes after them is left out. ``progress`` is called after each file, with the
     number of files that were read and that of all.
 
-    Files are loaded by so many forked ``processes``, each of which holds one. A file that takes more
-    than 64 times its size and 128 MiB of memory, or half a second for each MiB and two, is refused.
+    Files are loaded by so many forked ``processes``, each of which holds one at a time. A file that
+    takes more memory than 64 times its size and 128 MiB, or more time of the processor than a
+    quarter of a second for each MiB and one second, is refused.
     """
     reader = _Reader()
     paths = _paths(Path(directory))
