@@ -49,6 +49,13 @@ def test_no_innocent_is_named_with_certainty_if_several_are_guilty():
     assert whole.counts["cases"] > 60
 
 
+@pytest.mark.parametrize("kind", ["whole, a rare call", "whole, a rare call is left out"])
+def test_who_cannot_make_a_call_is_no_witness_against_it(kind):
+    rare = tally(range(150), only="a rare call")[kind]
+    assert rare.holds(*GOALS[kind]), [rare.line(), *rare.wrong]
+    assert rare.counts["cases"] > 100
+
+
 @pytest.mark.parametrize("row", table("hangs/seeds.txt"), ids=lambda row: row[0])
 def test_no_innocent_is_named_where_an_earlier_rule_named_one(row):
     _, seeds, guilty, evidence = row
