@@ -148,8 +148,15 @@ class History:
             # Where both are known, what other ranks did counts.
             for departure in (*self._surprises(rank), *self._partings(rank)):
                 departures[departure.at] = departure
-            if departures:
-                yield max(departures.values(), key=lambda departure: departure.weight)
+            if not departures:
+                continue
+            # What a rank has queued behind the call that it is in holds nobody up.
+            pending = np.flatnonzero(~self.recording.ranks[rank].calls.done)
+            stop = int(pending[0]) if len(pending) else len(self._tokens[rank])
+            yield max(
+                departures.values(),
+                key=lambda departure: (departure.score, departure.at <= stop, departure.at),
+            )
 
     def is_confirmed(self, rank: int) -> bool:
         """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
