@@ -39,6 +39,7 @@ Doubt: TypeAlias = Literal[
     "unread",  # a file of the rank could not be read
     "blind",  # a flight recorder is missing
     "hidden",  # it may wait itself, in what is not recorded
+    "unlisted",  # a member may be a rank that did not create the group
     "sounds",  # its error may come from another rank
     "alone",  # nobody is seen to wait for it
     "old",  # its dump is older than the call that it misses
@@ -90,7 +91,9 @@ class Rules:
         ends = waiting.last_ones
         if waiting.waits_outside and not ends:
             first = max(waiting.waits_outside, key=lambda wait: wait.ns)
-            return Cause("outside", tuple(sorted(first.inside)), first)
+            is_beyond = max(first.outside) >= len(waiting.world)
+            doubt: Doubt = "" if is_beyond else "unlisted"
+            return Cause("outside", tuple(sorted(first.inside)), first, doubt=doubt)
         free: set[int] = set()
         for ranks in ends:
             if len(ranks) == 1:

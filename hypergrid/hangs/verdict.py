@@ -131,6 +131,7 @@ _NEXT = {
 }
 _DOUBTS = {
     "few": "this may not be the directory of all ranks",
+    "unlisted": "that member may be a rank of this job that did not create the group",
     "sounds": "the error of {ranks} may come from another rank, whose clock is behind",
     "alone": "nobody is seen to wait for {ranks}",
     "partial": "a rank may be missing that these files do not show",
