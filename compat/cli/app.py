@@ -290,6 +290,12 @@ def diagnose(
     silent_ranks = asking.ask(directory) if ask else []
     with prints.progress("Reading") as progress:
         recordings = reading.read(directory, os.cpu_count() or 1, progress)
+    # Of a rank whose script has ended, nobody expects an answer.
+    silent_ranks = [
+        rank
+        for rank in silent_ranks
+        if rank not in recordings.ranks or not recordings.ranks[rank].ended
+    ]
     if silent_ranks:
         recordings.problems.append(f"ranks {few(silent_ranks)} were asked and did not write.")
     if not recordings.ranks:

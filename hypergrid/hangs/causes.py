@@ -29,6 +29,7 @@ Kind: TypeAlias = Literal[
     "raised",  # the rank others wait for raised
     "no dump",  # it left no dump: ended, stopped, or unreachable
     "never entered",  # it is busy elsewhere
+    "outside",  # ranks wait for a process that is none of the job
     "slow",  # all ranks are in it
 ]
 Doubt: TypeAlias = Literal[
@@ -38,6 +39,8 @@ Doubt: TypeAlias = Literal[
     "unread",  # a file of the rank could not be read
     "blind",  # a flight recorder is missing
     "hidden",  # it may wait itself, in what is not recorded
+    "unlisted",  # a member may be a rank that did not create the group
+    "sounds",  # its error may come from another rank
     "alone",  # nobody is seen to wait for it
     "old",  # its dump is older than the call that it misses
     "partial",  # somebody may be missing in a call that all known ranks are in
@@ -86,6 +89,11 @@ class Rules:
         if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
         ends = waiting.last_ones
+        if waiting.waits_outside and not ends:
+            first = max(waiting.waits_outside, key=lambda wait: wait.ns)
+            is_beyond = max(first.outside) >= len(waiting.world)
+            doubt: Doubt = "" if is_beyond else "unlisted"
+            return Cause("outside", tuple(sorted(first.inside)), first, doubt=doubt)
         free: set[int] = set()
         for ranks in ends:
             if len(ranks) == 1:
@@ -199,10 +207,17 @@ class Rules:
         return 2 * len(self.waiting.gone) > len(self.waiting.world)
 
     def _is_late(self, departure: Departure) -> bool:
-        """Whether it is of the last calls, and nobody made the calls of this rank in that order."""
-        calls = self.ranks[departure.rank].calls
+        """Whether it is of the last calls, and nobody made the calls of this rank in that order.
+
+        Where several left no file, nobody who did the same may be left to compare with: then only
+        a call that has not ended counts.
+        """
+        rank = departure.rank
+        calls = self.ranks[rank].calls
         is_recent = departure.at >= len(calls) // 2
-        return is_recent and not self.history.is_confirmed(departure.rank)
+        if len(self.waiting.gone) > 1 and not departure.peers:
+            is_recent = not calls.done[departure.at]
+        return is_recent and not self.history.is_confirmed(rank)
 
     # Ranks that wait for each other.
 
@@ -219,16 +234,24 @@ class Rules:
             or self._minority(waits, departures)
             or self._departed(departures, waits)
         )
+        if cause is None:
+            cause = self._few_missing(within)
         if cause is not None:
             return cause
-        unseen = waiting.unseen & within
-        if unseen:
-            return self._unseen(unseen)
+        functions = {rank: name for rank, name in waiting.unseen.items() if rank in within}
+        if functions:
+            # Stacks are evidence too: of ranks in different calls, those in a rarer one.
+            ((usual, count),) = Counter(functions.values()).most_common(1)
+            named = [rank for rank, name in functions.items() if name != usual]
+            if not 0 < len(named) < count:
+                named = sorted(functions)
+            is_blind = not waiting.blind.isdisjoint(functions)
+            return Cause("order", tuple(named), doubt="blind" if is_blind else "hidden")
         circle = waiting.circle(within)
-        ranks = []
+        circle_ranks = []
         circle_waits = []
         for rank, _, wait in circle:
-            ranks.append(rank)
+            circle_ranks.append(rank)
             if wait is not None:
                 circle_waits.append(wait)
         first = circle_waits[0] if circle_waits else None
@@ -237,27 +260,44 @@ class Rules:
             kind = "mismatch"
         return Cause(
             kind,
-            tuple(sorted(ranks)),
+            tuple(sorted(circle_ranks)),
             first,
             circle,
             doubt="which",
         )
 
-    def _unseen(self, unseen: set[int]) -> Cause:
-        """Ranks that wait for each other are in sends or receives that are not recorded."""
-        # If most of a group are in a call, the few that are not are the fault.
+    def _few_missing(self, within: set[int]) -> Cause | None:
+        """If most of a group are in a call, the few that are not: the members who agree count."""
         fullest: Wait | None = None
         for wait in self.waiting.waits:
-            is_most = 0 < len(wait.absent) < len(wait.inside)
-            if not is_most or not wait.absent <= unseen:
+            if not wait.absent or not wait.absent <= within:
+                continue
+            if not all(self._is_outvoted(rank, wait) for rank in wait.absent):
                 continue
             if fullest is None or len(wait.inside) > len(fullest.inside):
                 fullest = wait
         if fullest is None:
-            ranks = sorted(unseen)
-            return Cause("order", tuple(ranks), doubt="hidden")
+            return None
         ranks = sorted(fullest.absent)
-        return Cause("never entered", tuple(ranks), fullest, doubt="hidden")
+        is_seen = within.isdisjoint(self.waiting.unseen)
+        return Cause(
+            "never entered",
+            tuple(ranks),
+            fullest,
+            doubt="either" if is_seen else "hidden",
+        )
+
+    def _is_outvoted(self, rank: int, wait: Wait) -> bool:
+        """Whether more ranks are in a call than are absent with this one, of all that had a choice.
+
+        Nobody but its members could have joined a rank that waits in a group of its own.
+        """
+        voters = set(wait.entered)
+        companions = set(wait.absent)
+        for own_wait in self.waiting.of.get(rank, []):
+            voters = {voter for voter in voters if self.history.can_make(voter, own_wait.call)}
+            companions |= own_wait.entered
+        return len(voters) > len(companions)
 
     def _minority(self, waits: Sequence[Wait], departures: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
@@ -324,7 +364,7 @@ class Rules:
         """Why others may be the cause of what these ranks seem to be."""
         waiting = self.waiting
         if kind == "raised":
-            return ""
+            return "sounds" if named & waiting.doubtful else ""
         is_gone = kind == "no dump"
         if is_gone:
             if named & waiting.recording.unread:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -57,6 +57,7 @@ class _Precedent(NamedTuple):
     is_repeated: bool  # whether the call was then ever the one that it is now
 
 
+_Role: TypeAlias = tuple[Any, ...]  # who takes part in a call
 _Past: TypeAlias = int | None  # stands for calls; None: too few are known
 _Precedents: TypeAlias = dict[int, _Precedent]  # of the calls at some places
 
@@ -71,13 +72,17 @@ class History:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self._partitions = _partitions(recording.groups)
+        self._roles: list[_Role] = []  # of the titles
         self._kind_of_title = self._read_kinds()
+        self._place_of = {title: place for place, title in enumerate(recording.titles)}
+        self._called: dict[int, set[_Role]] = {}
         self._tokens: dict[int, Any] = {}
         # How many ranks made a token, and two tokens one after the other; None is before the first.
         self._makers: Counter[int] = Counter()
         self._pair_makers: Counter[tuple[int | None, int]] = Counter()
-        # After a past: how many ranks made each token next, and the first of them, with the place.
-        self._followers: dict[_Past, Counter[int]] = defaultdict(Counter)
+        # After a past: the ranks that made each token next, and the first of them, with the place.
+        self._followers: dict[_Past, dict[int, list[int]]] = defaultdict(dict)
         self._examples: dict[tuple[_Past, int], tuple[int, int]] = {}
         self._precedents_of: dict[int, _Precedents] = {}
         # Ranks with equal tokens are one class: its first rank stands for all of them.
@@ -95,19 +100,23 @@ class History:
             classes[tokens.tobytes()].append(rank)
         self._past = max(_LEAST, shortest // 3)
         for ranks in classes.values():
-            self._count(ranks[0], len(ranks))
+            self._count(ranks)
 
     def _read_kinds(self) -> Any:
-        number_of_role: dict[Any, int] = {}
+        number_of_kind: dict[Any, int] = {}
         numbers = []
         for title in self.recording.titles:
             role = self._role(title)
-            number = number_of_role.setdefault(role, len(number_of_role))
+            self._roles.append(role)
+            _, _, shapes = title.text.partition("|")
+            kind = (role, title.what.name, shapes)
+            number = number_of_kind.setdefault(kind, len(number_of_kind))
             numbers.append(number)
         return np.array(numbers, np.int64)
 
-    def _count(self, rank: int, size: int) -> None:
-        """Count the calls of a class of so many ranks."""
+    def _count(self, ranks: list[int]) -> None:
+        """Count the calls of a class."""
+        rank, size = ranks[0], len(ranks)
         tokens = self._tokens[rank].tolist()
         pairs = pairwise((None, *tokens))
         for token in set(tokens):
@@ -119,7 +128,7 @@ class History:
             past = pasts[at]
             token = tokens[at]
             if past is not None:
-                self._followers[past][token] += size
+                self._followers[past].setdefault(token, []).extend(ranks)
                 self._examples.setdefault((past, token), (rank, at))
 
     def _recent(self, rank: int) -> range:
@@ -139,8 +148,15 @@ class History:
             # Where both are known, what other ranks did counts.
             for departure in (*self._surprises(rank), *self._partings(rank)):
                 departures[departure.at] = departure
-            if departures:
-                yield max(departures.values(), key=lambda departure: departure.weight)
+            if not departures:
+                continue
+            # What a rank has queued behind the call that it is in holds nobody up.
+            pending = np.flatnonzero(~self.recording.ranks[rank].calls.done)
+            stop = int(pending[0]) if len(pending) else len(self._tokens[rank])
+            yield max(
+                departures.values(),
+                key=lambda departure: (departure.score, departure.at <= stop, departure.at),
+            )
 
     def is_confirmed(self, rank: int) -> bool:
         """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
@@ -160,8 +176,8 @@ class History:
         for at in range(len(kinds) // 2, len(kinds)):
             if repeats[contexts[at]] > 1:
                 continue
-            makers = self._followers_of(pasts[at])
-            if makers[tokens[at]] < 2:
+            makers = self._followers_of(pasts[at]).get(tokens[at], ())
+            if len(makers) < 2:
                 return False
         return bool(tokens)
 
@@ -187,8 +203,8 @@ class History:
         precedent = self._precedents(rank).get(len(kinds))
         if precedent is None:
             return False
-        title = self.recording.titles.index(call.title)
-        return bool(kinds[precedent.at] == self._kind_of_title[title])
+        place = self._place_of[call.title]
+        return bool(kinds[precedent.at] == self._kind_of_title[place])
 
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made this call after the same one, or as its first."""
@@ -196,11 +212,14 @@ class History:
         previous = tokens[at - 1] if at else None
         return self._pair_makers[previous, tokens[at]] > 1
 
+    def _call(self, rank: int, at: int) -> Call:
+        return self.recording.ranks[rank].calls[at]
+
     def _kinds(self, rank: int) -> Any:
         return self._tokens[rank] >> 32
 
-    def _role(self, title: Title) -> tuple[Any, ...]:
-        """The part of a title that is equal in all groups of a label."""
+    def _role(self, title: Title) -> _Role:
+        """Who takes part in a call, in words that are equal for all groups of a label."""
         group = self.recording.groups[title.group]
         members = group.ranks
         # A send in the default group names ranks of the job.
@@ -208,17 +227,17 @@ class History:
             world = range(self.recording.world_size)
             pair = pair_of(title.what, members or world)
             if pair is not None:
-                _, _, shapes = title.text.partition("|")
-                return (title.what.name, shapes, *self._place_of_pair(*pair))
+                return (title.what.name, *self._place_of_pair(*pair))
         step = 0
         if len(members) > 1:
             step = members[1] - members[0]
+        label = group.label or f"group {self._partitions.get(title.group, title.group)}"
         return (
-            group.label or title.group,
+            label,
             len(members),
             step,
             title.p2p,
-            title.text,
+            title.what.detail,
         )
 
     def _place_of_pair(self, source: int, target: int) -> tuple[Any, ...]:
@@ -257,9 +276,31 @@ class History:
             pasts.append(hash(past))
         return pasts
 
-    def _followers_of(self, past: _Past) -> Counter[int]:
-        """How many ranks made each call after the same calls."""
-        return self._followers.get(past, Counter())
+    def _followers_of(self, past: _Past) -> Mapping[int, Sequence[int]]:
+        """The ranks that made each call after the same calls."""
+        return self._followers.get(past, {})
+
+    def can_make(self, rank: int, call: Call) -> bool:
+        """Whether a rank is of the group of a call, or makes such calls in a group of its own.
+
+        Ranks 1 and 2 have a group of their own, in which they once reduce: what ranks 0 and 3 do
+        at that time says nothing about it.
+        """
+        title = call.title
+        members: Sequence[int] = self.recording.groups[title.group].ranks
+        if title.p2p:
+            world = range(self.recording.world_size)
+            members = pair_of(title.what, members or world) or ()
+        if rank in members:
+            return True
+        return self._roles[self._place_of[title]] in self._roles_of(rank)
+
+    def _roles_of(self, rank: int) -> set[_Role]:
+        """The roles of all calls of a rank."""
+        if rank not in self._called:
+            places = np.unique(self.recording.ranks[rank].calls.title)
+            self._called[rank] = {self._roles[place] for place in places.tolist()}
+        return self._called[rank]
 
     def _partings(self, rank: int) -> Iterator[Departure]:
         """Where others did the same until then, and something else next."""
@@ -271,21 +312,31 @@ class History:
             rivals = [token for token in followers if token != tokens[at]]
             if not rivals:
                 continue
-            # Of several that as many ranks made, the one that was recorded first.
-            due_token = max(rivals, key=followers.__getitem__)
-            rival_makers = followers[due_token]
-            alike = followers[tokens[at]]
-            before = self._made_before(rank, at, due_token >> 32)
-            if rival_makers > alike or (before and rival_makers == alike):
+            call = self._call(rank, at)
+            best: Departure | None = None
+            for due_token in rivals:
                 peer, peer_at = self._examples[past, due_token]
-                yield Departure(
+                due = self._call(peer, peer_at)
+                if not self.can_make(rank, due):
+                    continue
+                # Only who can make both calls has chosen between them.
+                peers = [member for member in followers[due_token] if self.can_make(member, call)]
+                alike = [member for member in followers[tokens[at]] if self.can_make(member, due)]
+                departure = Departure(
                     rank,
                     at,
-                    due=self.recording.ranks[peer].calls[peer_at],
-                    peers=rival_makers,
-                    alike=alike,
-                    before=before,
+                    due,
+                    peers=len(peers),
+                    alike=len(alike),
+                    before=self._made_before(rank, at, due_token >> 32),
                 )
+                # Of several that as many ranks made, the one that was recorded first.
+                if best is None or departure.peers > best.peers:
+                    best = departure
+            if best is None:
+                continue
+            if best.peers > best.alike or (best.before and best.peers == best.alike):
+                yield best
 
     def _made_before(self, rank: int, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
@@ -323,6 +374,27 @@ class History:
             first = max(0, len(kinds) - 2 * _RECENT)
             self._precedents_of[rank] = _find_precedents(kinds, first)
         return self._precedents_of[rank]
+
+
+def _partitions(groups: Mapping[str, Group]) -> dict[str, int]:
+    """Which groups without a label were made together: 0, 1 and 2, 3, then 1, 2 in another line.
+
+    Torch's names are running numbers; groups of one size that share no rank follow each other.
+    """
+    unlabelled = [key for key, group in groups.items() if group.ranks and not group.label]
+    partition_of: dict[str, int] = {}
+    partition = 0
+    covered: set[int] = set()
+    size = 0
+    for key in sorted(unlabelled, key=lambda key: (len(key), key)):
+        ranks = groups[key].ranks
+        if len(ranks) != size or not covered.isdisjoint(ranks):
+            partition += 1
+            covered = set()
+        size = len(ranks)
+        covered |= set(ranks)
+        partition_of[key] = partition
+    return partition_of
 
 
 def _find_precedents(all_kinds: Any, first: int) -> _Precedents:

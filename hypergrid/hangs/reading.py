@@ -6,25 +6,19 @@ one recording: which groups have the same name, which files are of another run o
 
 from __future__ import annotations
 
-import gc
 import json
 import marshal
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from functools import partial
-from itertools import takewhile
-from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.hangs import pickles
+from hypergrid.hangs.loading import Refused, load_all, unpickled
 from hypergrid.hangs.recording import (
     DEFAULT,
     Calls,
@@ -38,6 +32,9 @@ from hypergrid.hangs.recording import (
 )
 from hypergrid.messages import one_line
 
+# Torch's own names of groups: a running number, or a digest of the members.
+_NAMED_BY_TORCH = re.compile(r"\d*|[0-9a-f]{40}")
+_UNDEFINED = "undefined"  # torch's description of a group that was given none
 _NUMBERED = re.compile(r"^(.*?)(\d{1,9})(\.json)?$")
 _MOST_RANKS = 1 << 20
 _MOST_BYTES = 256 << 20  # of a file
@@ -81,12 +78,12 @@ def read(
     directory.
 
     A directory has at most 100,000 files, a file 256 MiB, and all together 64 million calls (of 48
-    bytes each): what comes after them is left out. Reading takes at most 100 times the largest file
-    beside that. ``progress`` is called after each file, with the number of files that were read and
-    that of all.
+    bytes each): what comes after them is left out. ``progress`` is called after each file, with the
+    number of files that were read and that of all.
 
-    Many files are loaded by so many forked ``processes``, each of which holds one file: give more
-    than one only where no other thread runs.
+    Files are loaded by so many forked ``processes``, each of which holds one at a time. A file that
+    takes more memory than 64 times its size and 128 MiB, or more time of the processor than a
+    quarter of a second for each MiB and one second, is refused.
     """
     reader = _Reader()
     paths = _paths(Path(directory))
@@ -98,19 +95,11 @@ def read(
             f"{len(left_out):,} files, from {first} on, are not read: the limit is "
             f"{_MOST_FILES:,} files."
         )
-    workers = min(processes, len(paths) // 16)
-    with ExitStack() as stack:
-        if gc.isenabled():
-            gc.disable()  # there are no cycles to find among millions of new objects
-            stack.callback(gc.enable)
-        load: Any = map
-        if workers > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(workers, get_context("fork")))
-            load = partial(pool.map, chunksize=4)
-        for number, loaded in enumerate(load(_load, paths)):
-            reader.add(paths[number], loaded)
-            if progress is not None:
-                progress(number + 1, len(paths))
+    answers = load_all(_load, paths, _refused, processes)
+    for number, (path, loaded) in enumerate(zip(paths, answers, strict=True)):
+        reader.add(path, loaded)
+        if progress is not None:
+            progress(number + 1, len(paths))
     return reader.finish()
 
 
@@ -140,6 +129,7 @@ class _Loaded(NamedTuple):
     recording: RankRecording | None = None  # the part that is in this file
     groups: Sequence[Group] = ()
     world_size: int = 0
+    lists_groups: bool = False  # every live group of the rank is among ``groups``
     problem: str = ""
     is_foreign: bool = False  # it may be a file of somebody else
 
@@ -156,7 +146,7 @@ def _load(path: Path) -> _Loaded:
         if not content:
             return _Loaded(problem=_unreadable("it is empty"), is_foreign=True)
         if content[:1] == b"\x80":
-            data = pickles.load(content)
+            data = unpickled(content)
         elif content.lstrip()[:1] == b"{":
             data = json.loads(content)
         else:
@@ -171,11 +161,17 @@ def _load(path: Path) -> _Loaded:
         if "groups" in data and "pid" in data:
             return _groups(data)
         return _Loaded()
-    except pickles.Refused as error:
-        return _Loaded(problem=f"was refused: {error}")
+    except Refused as error:
+        return _refused(str(error))
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged file can raise nearly anything
         why = str(error) or type(error).__name__
         return _Loaded(problem=_unreadable(why))
+
+
+def _refused(why: str) -> _Loaded:
+    return _Loaded(problem=f"was refused: {why}")
 
 
 def _opener(path: str, flags: int) -> int:
@@ -206,11 +202,12 @@ def _trace(path: Path, data: _Table, latest: int) -> _Loaded:
     configurations = data.get("pg_config") or {}
     for name, config in configurations.items():
         members = _members(config["ranks"])
-        label = _text(config["desc"])
+        name = _text(name)
+        label = _label(name, config["desc"])
         if label == DEFAULT:
             world_size = len(members)
         if members:
-            group = Group(_text(name), label, members)
+            group = Group(name, label, members)
             groups.append(group)
     return _Loaded(recording, groups, world_size)
 
@@ -222,15 +219,16 @@ def _groups(data: _Table) -> _Loaded:
     groups = []
     # A communicator that several labels share carries the name of the one that created it.
     for row in sorted(data["groups"], key=lambda row: row.get("shared_with") is not None):
+        name = _text(row["name"])
         group = Group(
-            _text(row["name"]),
-            label=_text(row["label"] or row["description"]),
+            name,
+            label=_label(name, row["label"] or row["description"]),
             ranks=_members(row["ranks"]),
             dims=tuple(map(_text, row["dims"] or ())),
         )
         groups.append(group)
     world_size = _rank(int(data["world_size"]))
-    return _Loaded(_process(data), groups, world_size)
+    return _Loaded(_process(data), groups, world_size, lists_groups=True)
 
 
 def _stack(data: _Table) -> _Loaded:
@@ -259,48 +257,75 @@ def _process(data: _Table) -> RankRecording:
     return recording
 
 
-def _calls(entries: list[_Table]) -> tuple[Calls, bool]:
-    """Entries of a flight recorder, and whether they reach back to the first call."""
+def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
+    """Entries of a flight recorder, and whether they reach back to the first call.
+
+    What the fields of an entry mean is a table of docs/hangs.md. There are millions of entries: no
+    step is done for each that can be done for a column.
+    """
     if not entries:
         return Calls(), True
     titles: list[Title] = []
     place_of: dict[bytes, int] = {}
-    rows: list[list[Any]] = []
-    numbers: list[tuple[str, bool, Any]] = []  # of the rows, each in its group
-    frames: dict[int, Stack] = {}
-    for entry in entries:
-        # There are millions of entries: the bytes of these fields find the title in one step.
-        shared_fields = _SHARED_FIELDS(entry)
-        key = marshal.dumps(shared_fields)
-        if key not in place_of:
-            place_of[key] = len(titles)
+    places = []
+    for shared_fields in map(_SHARED_FIELDS, entries):
+        # The bytes of these fields find the title in one step.
+        key = marshal.dumps(shared_fields, 2)
+        place = place_of.get(key)
+        if place is None:
+            place = place_of[key] = len(titles)
             titles.append(_title(*shared_fields))
-        place = place_of[key]
-        title = titles[place]
-        collective_seq, p2p_seq, *times, retired, state = _OWN_FIELDS(entry)
-        seq = p2p_seq if title.p2p else collective_seq
-        is_done = retired is True or state == "completed"
-        row = [place, seq, *times, is_done]
-        number = (title.group, title.p2p, seq)
-        is_batch = title.what.name == "coalesced"
-        if is_batch and numbers and numbers[-1] == number:
-            # NCCL's recorder has the state of a batch apart from its operations, which come before
-            # it and have its number.
-            operations = takewhile(number.__eq__, reversed(numbers))
-            size = len(list(operations))
-            for operation_row in rows[-size:]:
-                operation_row[3:] = row[3:]
-            continue
-        # The stack of a call is shown if it has not ended, or is the last one.
-        if not is_done or entry is entries[-1]:
-            frames[len(rows)] = _frames(entry.get("frames"))
-        rows.append(row)
-        numbers.append(number)
-    columns = []
-    for column in zip(*rows, strict=True):
-        columns.append(_numbers(column))
+        places.append(place)
+    own_fields = zip(*map(_OWN_FIELDS, entries), strict=True)
+    collective_seqs, p2p_seqs, created, started, completed, retired, states = own_fields
+    is_done = [
+        is_retired is True or state == "completed"
+        for is_retired, state in zip(retired, states, strict=True)
+    ]
+    is_p2p = np.array([title.p2p for title in titles])[places]
+    columns = np.array(
+        [
+            places,
+            np.where(is_p2p, _numbers(p2p_seqs), _numbers(collective_seqs)),
+            _numbers(created),
+            _numbers(started),
+            _numbers(completed),
+            is_done,
+        ]
+    )
+    groups = [titles[place].group for place in places]
+    numbers = [*zip(groups, collective_seqs, p2p_seqs, strict=True)]
+    is_shown = _end_batches(titles, columns, numbers)
+    # The stack of a call is shown if it has not ended, or is the last one.
+    has_stack = columns[5] == 0
+    has_stack[-1] = True
+    frames = {}
+    for at in np.flatnonzero(has_stack & is_shown).tolist():
+        frames[at] = _frames(entries[at].get("frames"))
     is_whole = int(entries[0].get("record_id") or 0) == 0
-    return Calls(titles, columns, frames), is_whole
+    calls = Calls(titles, columns, frames)
+    return (calls if is_shown.all() else calls.at(is_shown)), is_whole
+
+
+def _end_batches(
+    titles: Sequence[Title], columns: Any, numbers: Sequence[tuple[str, Any, Any]]
+) -> Any:
+    """Give the operations of each batch the state of its entry, and hide that.
+
+    NCCL's recorder has the state of a batch in an entry behind its operations, which has their
+    numbers; they stay "scheduled" for ever.
+    """
+    batch_titles = [place for place, title in enumerate(titles) if title.what.name == "coalesced"]
+    is_batch = np.isin(columns[0], batch_titles)
+    is_shown = np.ones(len(is_batch), bool)
+    for at in np.flatnonzero(is_batch).tolist():
+        first = at
+        while first > 0 and numbers[first - 1] == numbers[at]:
+            first -= 1
+        columns[3:, first:at] = columns[3:, at : at + 1]
+        # Of a batch at the start of a recorder, the operations may have been overwritten.
+        is_shown[at] = first == at > 0
+    return is_shown
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
@@ -312,7 +337,16 @@ def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     # A "|" in the name would be taken for the end of it.
     if text.count("|") != len(shapes):
         raise ValueError("a call has no valid name")
-    return Title(_text(torch_name), _text(label), is_p2p is True, text)
+    name = _text(torch_name)
+    return Title(name, _label(name, label), is_p2p is True, text)
+
+
+def _label(name: str, description: Any) -> str:
+    """What people call a group: the name that a script gave it, where it has no description."""
+    label = _text(description)
+    if label != _UNDEFINED:
+        return label
+    return "" if _NAMED_BY_TORCH.fullmatch(name) else name
 
 
 def _rank(number: Any) -> int:
@@ -341,11 +375,7 @@ def _frames(rows: Any) -> Stack:
 
 def _numbers(values: Sequence[Any]) -> Any:
     """Whole numbers; 0 for those that are not known."""
-    try:
-        return np.array(values, np.int64)
-    except TypeError:
-        numbers = [int(value or 0) for value in values]
-        return np.array(numbers, np.int64)
+    return np.array([value or 0 for value in values], np.int64)
 
 
 def _text(value: Any) -> str:
@@ -373,6 +403,7 @@ class _Reader:
         self.calls_left = _MOST_CALLS
         self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)
         self.members_of: dict[tuple[int, str], Ranks] = {}
+        self.listing: set[int] = set()  # ranks whose groups are all known
         self.place_of: dict[Title, int] = {}
 
     def add(self, path: Path, loaded: _Loaded) -> None:
@@ -394,6 +425,8 @@ class _Reader:
         rank = loaded.recording.rank
         if loaded.world_size:
             self.sizes.setdefault(loaded.world_size, rank)
+        if loaded.lists_groups:
+            self.listing.add(rank)
         for group in loaded.groups:
             first = self.named[group.name].setdefault(group.ranks, group)
             first.dims = first.dims or group.dims  # torch's recorder has no dims
@@ -441,12 +474,29 @@ class _Reader:
             rank_recording.calls = calls
         # No file may say how many ranks the job has: then it has at least those that are named.
         highest_rank = max(self.ranks, default=-1)
-        for group in self.groups.values():
-            highest_rank = max(highest_rank, *group.ranks, -1)
+        if not self.sizes:
+            for group in self.groups.values():
+                highest_rank = max(highest_rank, *group.ranks, -1)
         self.recording.world_size = max(highest_rank + 1, *self.sizes, 0)
+        for group in self.groups.values():
+            group.outside = self._outside(group)
         self.recording.ranks = dict(sorted(self.ranks.items()))
         self.recording.mixed = self._several_sizes() or _gap(self.recording.ranks.values())
         return self.recording
+
+    def _outside(self, group: Group) -> frozenset[int]:
+        """The members that are no ranks of this job.
+
+        A trainer and an inference engine make a group over a store of their own, whose members are
+        numbered anew: its rank 1 is not the job's. A name that torch gave is of ``new_group``,
+        whose members are ranks of the job.
+        """
+        outside = {rank for rank in group.ranks if rank >= self.recording.world_size}
+        if not _NAMED_BY_TORCH.fullmatch(group.name):
+            for rank in self.listing.intersection(group.ranks):
+                if (rank, group.name) not in self.members_of:
+                    outside.add(rank)
+        return frozenset(outside)
 
     def _name_foreign_files(self) -> None:
         """Other files of the job may be numbered too, such as logs: only dumps are missed."""
@@ -504,6 +554,7 @@ class _Reader:
                     f"{newest.rank}, or of another job: they are not used."
                 )
                 self.ranks[rank] = RankRecording(rank)
+                self.listing.discard(rank)
 
     def _several_sizes(self) -> str:
         """The sizes of the job that files name, if they differ."""

@@ -95,6 +95,9 @@ class Calls(Sequence[Call]):
         self.columns = np.array(columns, np.int64)
         self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
 
+    def __reduce__(self) -> Any:
+        return Calls, (self.titles, self.columns, self.frames)
+
     @property
     def done(self) -> Any:
         """A mask of the calls that have ended."""
@@ -119,10 +122,10 @@ class Calls(Sequence[Call]):
     def at(self, places: Any) -> Calls:
         """The calls at some places, or where a mask is true, in that order."""
         places = np.arange(len(self))[places]
+        with_frames = np.flatnonzero(np.isin(places, [*self.frames]))
         frames = {}
-        for new_place, old_place in enumerate(places.tolist()):
-            if old_place in self.frames:
-                frames[new_place] = self.frames[old_place]
+        for new_place in with_frames.tolist():
+            frames[new_place] = self.frames[int(places[new_place])]
         return Calls(self.titles, self.columns[:, places], frames)
 
     def joined(self, later: Calls) -> Calls:
@@ -152,13 +155,16 @@ class Group:
     label: str = ""
     ranks: Ranks = ()
     dims: tuple[str, ...] = ()
+    outside: frozenset[int] = frozenset()  # members that are processes of another job
 
     @property
     def shown(self) -> str:
         """How a sentence calls it."""
         if self.label == DEFAULT:
             return "the default group"
-        return self.label or f"group {self.name}"
+        if self.label or not self.ranks:
+            return self.label or f"group {self.name}"
+        return f"a group of {len(self.ranks)} ranks"  # its number means nothing to anybody
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from hypergrid.hangs.causes import Cause, Kind, Rules
 from hypergrid.hangs.history import Departure
 from hypergrid.hangs.recording import Call, Frame, RankRecording, Ranks, Recording
-from hypergrid.hangs.waiting import UNRECORDED, Place, Wait, Waiting, pair_of
+from hypergrid.hangs.waiting import Place, Wait, Waiting, pair_of
 from hypergrid.messages import span_of
 
 SCHEMA = 1
@@ -122,6 +123,7 @@ _NEXT = {
     "order": "find the condition in the script that only some ranks meet before these calls.",
     "raised": "read the error in the output of {ranks}.",
     "no dump": "look for {ranks} in the kernel's log of the host, and in the scheduler's log.",
+    "outside": "look at the process that is that member, such as an inference engine.",
     "never entered": "read the stack of {ranks}, and ask again: if the rank is only slow, the "
     "number of its last call grows.",
     "root": "compare the roots that the ranks name, then look at the network and the devices.",
@@ -129,6 +131,8 @@ _NEXT = {
 }
 _DOUBTS = {
     "few": "this may not be the directory of all ranks",
+    "unlisted": "that member may be a rank of this job that did not create the group",
+    "sounds": "the error of {ranks} may come from another rank, whose clock is behind",
     "alone": "nobody is seen to wait for {ranks}",
     "partial": "a rank may be missing that these files do not show",
     "root": "torch does not record roots, and the ranks may have named different ones",
@@ -136,8 +140,8 @@ _DOUBTS = {
     "mixed": "{mixed}. The files seem to be of two jobs, or of two times",
     "old": "a dump of {ranks} was written before that call, or while the rank still worked, and "
     "the rank may have come since. Have all ranks write at the same time",
-    "hidden": "sends and receives are not recorded, and ranks may wait for others in one. "
-    "HYPERGRID_RECORD_P2P=1 records them",
+    "hidden": "ranks may wait for others in a call that is not recorded. HYPERGRID_RECORD_P2P=1 "
+    "records the sends and receives of gloo",
     "blind": "the flight recorder of {blind} is missing or cut, and what was called there is not "
     "known",
     "either": "{ranks} may be right, and another rank made a call too many or too few",
@@ -166,6 +170,7 @@ class _Words:
             "slow": self._slow,
             "mismatch": self._mismatch,
             "order": self._order,
+            "outside": self._outside,
         }
         to_text = sentences.get(self.cause.kind, self._absent)
         text = to_text()
@@ -222,11 +227,11 @@ class _Words:
                     place = _at(frames)
                     lines.append(f"rank {rank} made the call in {place}.")
         elif cause.wait is not None:
-            # The sentence on a slow call says who is in it.
-            if cause.kind != "slow":
+            # The sentences on these say who is in the call.
+            if cause.kind not in ("slow", "outside"):
                 line = self._line(cause.wait)
                 lines.append(line)
-        elif cause.kind == "empty" or (cause.kind == "order" and cause.doubt == "hidden"):
+        elif cause.kind == "empty" or (cause.kind == "order" and self.waiting.unseen):
             stuck_ranks = self.waiting.unseen or self.ranks
             for rank in sorted(stuck_ranks):
                 stack = self.ranks[rank].stack
@@ -238,7 +243,8 @@ class _Words:
     def _step(self, rank: int, needed: int, wait: Wait | None) -> str:
         """Who waits for whom in a circle."""
         if wait is None:
-            return f"rank {rank} is in a send or recv and may wait for rank {needed}."
+            function = self.waiting.unseen.get(rank, "a call")
+            return f"rank {rank} is in {function} and may wait for rank {needed}."
         call = self._call(wait)
         state = "is in"
         if rank in wait.behind:
@@ -287,6 +293,15 @@ class _Words:
         if self.cause.doubt:
             return f"{text}."
         return f"{text}, so nobody is missing. It is slow, or the network under it does not answer."
+
+    def _outside(self) -> str:
+        wait = self._wait()
+        waiters = _ranks(wait.inside, "waits", "wait")
+        members = _span(sorted(wait.outside))
+        is_one = len(wait.outside) == 1
+        whose = f"member {members} is" if is_one else f"members {members} are"
+        call = self._title(wait.call)
+        return f"{waiters} in {call}{self._lasting(wait)}, whose {whose} outside of this job."
 
     def _wait(self) -> Wait:
         assert self.cause.wait is not None
@@ -370,10 +385,7 @@ class _Words:
     def _missed_unrecorded(self) -> str:
         """The call, not recorded, in which others wait."""
         waiting_ranks = self.waiting.guessing.difference(self.cause.ranks)
-        frame = self.waiting.unrecorded_frame(min(waiting_ranks))
-        function = "a send or recv"
-        if frame is not None and frame.function in UNRECORDED:
-            function = frame.function
+        function = self.waiting.unseen.get(min(waiting_ranks), "a call")
         waiters = _ranks(waiting_ranks, "waits", "wait")
         return f"did not take part in {function}, in which {waiters}"
 
@@ -412,8 +424,7 @@ class _Words:
         cause = self.cause
         departure = cause.departure
         if departure is None and not cause.circle:
-            ranks = _ranks(cause.ranks, "is", "are")
-            return f"{ranks} in a send or recv."
+            return self._unseen()
         texts = []
         if departure is not None:
             named = self._named(cause.ranks)
@@ -427,6 +438,19 @@ class _Words:
             call = self._call(cause.wait)
             texts.append(f"Ranks wait in {call}.")
         return " ".join(texts)
+
+    def _unseen(self) -> str:
+        """The calls, not recorded, in which all wait."""
+        unseen = self.waiting.unseen
+        ranks_in: dict[str, list[int]] = defaultdict(list)
+        for rank, function in unseen.items():
+            ranks_in[function].append(rank)
+        named_first = sorted(ranks_in, key=lambda name: ranks_in[name][0] not in self.cause.ranks)
+        texts = []
+        for function in named_first:
+            ranks = _ranks(ranks_in[function], "is", "are")
+            texts.append(f"{ranks} in {function}")
+        return f"{', and '.join(texts)}."
 
     def _departed(self, departure: Departure) -> str:
         """The call that was made instead of the one that was due."""
@@ -448,7 +472,7 @@ class _Words:
                 calls.append(self._call(wait))
         # Several ranks can be in one call.
         first_calls = list(dict.fromkeys(calls))[:2]
-        where = " and ".join(first_calls) or "send and recv"
+        where = " and ".join(first_calls) or "calls that are not recorded"
         return f"{_ranks(ranks)} wait for each other in {where}"
 
     # Names.
@@ -462,8 +486,11 @@ class _Words:
 
     def _group(self, key: str) -> str:
         """Such as "DATA 0, 2"."""
-        members = self.waiting.members(key)
-        return f"{self.groups[key].shown} {_span(members)}"
+        group = self.groups[key]
+        members = _span(self.waiting.members(key))
+        if group.ranks and not group.label:
+            return f"the group of ranks {members}"
+        return f"{group.shown} {members}"
 
     def _call(self, wait: Wait) -> str:
         """Such as "all_reduce #3 of DATA 0, 2", or "send from rank 0 to rank 2 of PIPELINE"."""

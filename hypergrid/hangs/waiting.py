@@ -10,18 +10,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.hangs.recording import DEFAULT, Call, Calls, Frame, Recording, Title, What
+from hypergrid.hangs.recording import DEFAULT, Call, Calls, Recording, Title, What
 
+_OUTSIDE = "outside"  # stands for all processes of other jobs
 _NOWHERE = -1  # the last number of a rank that did not call a group
 _ALL = 1 << 62  # more than any number
-# Calls that gloo's recorder may lack, and the stacks show.
-_UNRECORDED_COLLECTIVES = ("monitored_barrier", "gather", "gather_object", "scatter")
-UNRECORDED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", *_UNRECORDED_COLLECTIVES)
-_OF_OTHERS = re.compile(
-    r"timed? ?out|connection (was )?(closed|reset|refused)|broken pipe|remote process|"
-    r"peer closed|socket|other rank|watchdog|abort|gloo.*(enforce|preamble)|nccl\w*error",
-    re.IGNORECASE,
+# Errors of a call that say that another rank did not come, or called otherwise, and that a process
+# ended. Data sets and storage raise the same words.
+_NOT_COME = re.compile(r"timed? ?out|other rank|watchdog|abort|gloo.*(enforce|preamble)", re.I)
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote process|peer closed|socket|"
+    r"nccl(remote|system|internal)error",
+    re.I,
 )
+# A call to torch waits or raises in one of these, or in the recorder that is around it.
+_IN_A_CALL = re.compile(r"/torch/(distributed(?!/checkpoint)|autograd)/|/hypergrid/hangs/")
+_WRAPPER = "c10d_logger.py"  # is around every call of torch's
 _OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
 _PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
 # The members of a group need not agree on what only one of them gives, or takes.
@@ -44,6 +48,7 @@ class Wait:
     absent: Set[int]
     unlike: Set[int]
     behind: Set[int]
+    outside: Set[int]  # members that are processes of another job
     ns: int  # how long
 
     @property
@@ -52,9 +57,22 @@ class Wait:
         return self.call.group, self.call.seq
 
     @property
+    def entered(self) -> Set[int]:
+        """The ranks that are in it; of a call that all have only queued, none."""
+        return self.inside - self.behind
+
+    @property
     def missed(self) -> Set[int]:
-        """All for whom it waits."""
-        return self.absent | self.unlike | self.behind
+        """All for whom somebody waits in it."""
+        if self.entered:
+            return self.absent | self.unlike | self.behind
+        return self.absent | self.unlike
+
+    def missed_by(self, rank: int) -> Set[int]:
+        """The ranks for whom one rank waits: who has only queued it waits for who is not there."""
+        if rank in self.entered:
+            return self.missed
+        return self.absent | self.unlike
 
 
 # A call by its group and its number there.
@@ -94,12 +112,13 @@ class Waiting:
 
     ``waits`` are the calls that miss somebody, ``running`` those that all have entered; ``of`` are
     the waits that each blocked rank is in. ``gone`` are ranks without a dump, ``blind`` those with
-    a stack and without a flight recorder, ``raised`` those with an error of their own and
-    ``victims`` those whose error comes from another rank. ``unseen`` are in a send or receive that
-    is not recorded; they and victims are ``guessing``: each may wait for any other rank.
-    ``unequal`` are the different calls that ranks made at one place of a group, those of the most
-    ranks last. Of each set in ``last_ones``, whose ranks wait for nobody but each other, one has to
-    move first.
+    a stack and without a flight recorder, ``raised`` those with an error of their own, ``doubtful``
+    one whose error may yet come from another rank, and ``victims`` those whose error does.
+    ``unseen`` has the ranks that are in a call that is not recorded, and its name; they and victims
+    are ``guessing``: each may wait for any other rank. ``unequal`` are the different calls that
+    ranks made at one place of a group, those of the most ranks last. Of each set in ``last_ones``,
+    whose ranks wait for nobody but each other, one has to move first; ``waits_outside`` are those
+    for a process of another job, which no file shows.
     """
 
     def __init__(self, recording: Recording, patience: float) -> None:
@@ -110,10 +129,12 @@ class Waiting:
         self.gone = set(self.world)
         self.blind: set[int] = set()
         self.raised: set[int] = set()
+        self.doubtful: set[int] = set()
         self.victims: set[int] = set()
         self._end = 0  # of all recordings
         for rank in self.ranks:
             self._sort_in(rank)
+        self._sort_errors()
         self._last_numbers: dict[int, dict[str, int]] = {}  # of each rank in each group
         self._pending: dict[int, list[_Pending]] = {}
         for rank in self.ranks:
@@ -125,12 +146,14 @@ class Waiting:
         self._find_pairs()
         self.of = self._waits_of_ranks()
         blocked = self.of.keys()
-        self.unseen: set[int] = set()
-        for rank in self.ranks.keys() - blocked - self.raised - self.victims:
-            if self.unrecorded_frame(rank) and self._is_idle(rank):
-                self.unseen.add(rank)
-        self.guessing = self.unseen | (self.victims - blocked)
+        self.unseen: dict[int, str] = {}
+        for rank in sorted(self.ranks.keys() - blocked - self.raised - self.victims):
+            function = self._unrecorded_function(rank)
+            if function and self._is_idle(rank):
+                self.unseen[rank] = function
+        self.guessing = self.unseen.keys() | (self.victims - blocked)
         self.blocked = blocked | self.guessing
+        self.waits_outside: list[Wait] = []
         self.last_ones = self._last_ones()
 
     def _sort_in(self, rank: int) -> None:
@@ -140,14 +163,36 @@ class Waiting:
             self.gone.discard(rank)
             if not recording.has_calls:
                 self.blind.add(rank)
-        if recording.error:
-            # The error of a victim is that another rank did not come, or closed connections.
-            if _OF_OTHERS.search(recording.error):
-                self.victims.add(rank)
-            else:
-                self.raised.add(rank)
         last_time = self.last_time(rank)
         self._end = max(self._end, last_time, recording.written)
+
+    def _sort_errors(self) -> None:
+        """Tell errors of a rank's own from those that come from other ranks.
+
+        An error comes from others if it ended a call to torch because another rank did not come, or
+        lost a connection and is not the first end of a script that is known.
+        """
+        lost = []
+        for rank, recording in self.ranks.items():
+            in_call = self._raised_in_a_call(rank) or not recording.stack
+            if in_call and _NOT_COME.search(recording.error):
+                self.victims.add(rank)
+            elif in_call and _LOST.search(recording.error):
+                lost.append(rank)
+            elif recording.error:
+                self.raised.add(rank)
+        self.victims.update(lost)
+        has_ended = any(recording.ended for recording in self.ranks.values())
+        if lost and not (self.gone or self.raised or has_ended):
+            first = min(lost, key=lambda rank: self.ranks[rank].written)
+            self.doubtful.add(first)
+            self.raised.add(first)
+            self.victims.discard(first)
+
+    def _raised_in_a_call(self, rank: int) -> bool:
+        recording = self.ranks[rank]
+        innermost = recording.stack[:1]
+        return bool(recording.error) and any(_IN_A_CALL.search(line.file) for line in innermost)
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
@@ -182,7 +227,7 @@ class Waiting:
         if rank in self.guessing:
             needed |= dict.fromkeys(self.world)
         for wait in self.of.get(rank, []):
-            needed |= dict.fromkeys(wait.missed, wait)
+            needed |= dict.fromkeys(wait.missed_by(rank), wait)
         needed.pop(rank, None)
         return needed
 
@@ -190,15 +235,25 @@ class Waiting:
         # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
         graph: dict[Any, Iterable[Any]] = {}
         for wait in self.waits:
-            graph[wait] = wait.missed
-        graph.update(self.of)
+            graph[wait] = _targets(wait, wait.missed)
+        for rank, waits in self.of.items():
+            targets: list[Any] = []
+            for wait in waits:
+                if rank in wait.entered:
+                    targets.append(wait)
+                else:
+                    targets += _targets(wait, wait.missed_by(rank))
+            graph[rank] = targets
         for rank in self.guessing:
             graph[rank] = [None]
             graph[None] = self.world
         last_ones = []
         for component in _last_components(graph):
             ranks = component.intersection(self.world)
-            last_ones.append(ranks)
+            if ranks:
+                last_ones.append(ranks)
+            else:
+                self.waits_outside = [wait for wait in self.waits if wait.outside]
         return sorted(last_ones, key=min)
 
     def circle(self, within: set[int]) -> list[Step]:
@@ -217,18 +272,25 @@ class Waiting:
         start = walked.index(rank)
         return steps[start:]
 
-    def unrecorded_frame(self, rank: int) -> Frame | None:
-        """The frame of a call, not recorded, that its main thread is in: mostly a send or recv."""
-        sees_p2p = self.sees_p2p(rank)
-        functions = _UNRECORDED_COLLECTIVES if sees_p2p else UNRECORDED
-        for frame in self.ranks[rank].stack[:8]:
-            if frame.function in functions and "distributed" in frame.file:
-                return frame
-            # Such as Megatron's p2p_communication.py, which may wait for a handle.
-            _, _, file_name = frame.file.rpartition("/")
-            if "p2p" in file_name and not sees_p2p:
-                return frame
-        return None
+    def _unrecorded_function(self, rank: int) -> str:
+        """The call to torch, not recorded, that its main thread is in; empty where it is in none.
+
+        Such as a receive of gloo's, or ``new_group``, in which members wait for each other.
+        """
+        stack = self.ranks[rank].stack
+        if self._pending.get(rank) or self.ranks[rank].ended:
+            return ""  # it is in a call that is recorded, or in none
+        function = ""
+        for frame in stack:
+            if not _IN_A_CALL.search(frame.file):
+                break
+            if not frame.file.endswith(_WRAPPER):
+                function = frame.function
+        # Such as Megatron's p2p_communication.py, which may wait for a handle.
+        _, _, file_name = stack[0].file.rpartition("/") if stack else ("", "", "")
+        if not function and "p2p" in file_name and not self.sees_p2p(rank):
+            return "a send or recv"
+        return function
 
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
@@ -261,6 +323,12 @@ class Waiting:
         is_collective_title = [not title.p2p for title in calls.titles]
         is_collective = np.array(is_collective_title, bool)[calls.title]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
+        if rank in self.raised and self._raised_in_a_call(rank) and calls:
+            # It is not in its last call any more.
+            last = calls[-1]
+            self._last_numbers[rank][last.group] = last.seq - 1
+            self._pending[rank] = []
+            return
         ended = _last_numbers(calls, is_collective & calls.done)
         is_timed = bool(calls.started.any())
         pending: list[_Pending] = []
@@ -315,6 +383,8 @@ class Waiting:
                 # It is in an earlier call of the group, or has queued this one.
                 if (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
+            outside = self.recording.groups[group].outside
+            absent -= outside
             alike = self._alike(group, seq, called)
             # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
             recorded = set().union(*alike)
@@ -326,6 +396,7 @@ class Waiting:
                         absent,
                         unlike=recorded - calls.keys(),
                         behind=behind & calls.keys(),
+                        outside=outside,
                     )
 
     def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
@@ -349,6 +420,7 @@ class Waiting:
         absent: Set[int],
         unlike: Set[int],
         behind: Set[int],
+        outside: Set[int],
     ) -> None:
         ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
         if not self._is_stuck(inside, ns):
@@ -363,9 +435,10 @@ class Waiting:
             absent,
             unlike,
             behind,
+            outside,
             ns,
         )
-        if wait.missed:
+        if wait.missed or outside:
             self.waits.append(wait)
         else:
             self.running.append(wait)
@@ -409,7 +482,10 @@ class Waiting:
             operation = operations[0]
             absent = set()
             behind = set()
-            if unanswered > 0:
+            outside = self.recording.groups[key.group].outside.intersection([answer.rank])
+            if outside:
+                pass
+            elif unanswered > 0:
                 first = max(0, len(operations) - unanswered)
                 operation = operations[first]
                 absent.add(answer.rank)
@@ -424,6 +500,7 @@ class Waiting:
                 absent,
                 unlike=set(),
                 behind=behind,
+                outside=outside,
             )
 
     def _ended_pairs(self) -> Counter[_PairKey]:
@@ -452,6 +529,11 @@ class Waiting:
         if ranks is None:
             return None
         return _PairKey(title.group, ranks, operation.name)
+
+
+def _targets(wait: Wait, missed: Set[int]) -> list[Any]:
+    """Whom a call leads to: ranks, and the processes outside."""
+    return [*missed, _OUTSIDE] if wait.outside else [*missed]
 
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:

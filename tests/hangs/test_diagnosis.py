@@ -27,6 +27,7 @@ STACKS = {
     "reduce": [(TORCH, 9, "all_reduce")],
     "recv": [(TORCH, 9, "recv"), ("/job/stages.py", 3, "take")],
     "monitored_barrier": [(TORCH, 9, "monitored_barrier"), ("train.py", 3, "step")],
+    "new_group": [(TORCH, 9, "_new_process_group_helper"), (TORCH, 5, "new_group")],
     "load": [("/home/torch/data.py", 33, "load")],
     "idle": [],
 }
@@ -133,10 +134,11 @@ def judged(directory, name):
                 for rank in ranks:
                     written = job.ranks[rank].now + int(seconds_after_calls * SECOND)
                     stack(directory, rank, STACKS[text], written=written, **options)
-            case "error":
+            case "error" | "error in a call":
+                frames = STACKS["reduce"] if subject.startswith("error in") else ()
                 for rank in ranks:
                     last_error += SECOND
-                    stack(directory, rank, error=text, written=last_error)
+                    stack(directory, rank, frames, error=text, written=last_error)
             case "ended":
                 for rank in ranks:
                     stack(directory, rank, reason="ended")

@@ -49,6 +49,13 @@ def test_no_innocent_is_named_with_certainty_if_several_are_guilty():
     assert whole.counts["cases"] > 60
 
 
+@pytest.mark.parametrize("kind", ["whole, a rare call", "whole, a rare call is left out"])
+def test_who_cannot_make_a_call_is_no_witness_against_it(kind):
+    rare = tally(range(150), only="a rare call")[kind]
+    assert rare.holds(*GOALS[kind]), [rare.line(), *rare.wrong]
+    assert rare.counts["cases"] > 100
+
+
 @pytest.mark.parametrize("row", table("hangs/seeds.txt"), ids=lambda row: row[0])
 def test_no_innocent_is_named_where_an_earlier_rule_named_one(row):
     _, seeds, guilty, evidence = row
@@ -155,18 +162,17 @@ def test_sends_in_the_default_group_do_not_hide_that_two_ranks_skip_a_gradient(g
     assert diagnosis.ranks == (2, 3), diagnosis.sentence
 
 
-@pytest.mark.parametrize(
-    "rank, call, operation",
-    [
-        # The call on the wrong group ends another rank with gloo.
-        (5, 0, Op("all_reduce", "TP", 80)),
-        # A send to the wrong rank.
-        (1, 2, Op("send", "default_pg", 32, peer=4)),
-    ],
-)
-def test_a_call_of_the_wrong_ranks_is_laid_on_the_rank_that_made_it(gpt, rank, call, operation):
-    diagnosis = judge(third(gpt, rank, call, [operation]))
-    assert (diagnosis.ranks, diagnosis.certain) == ((rank,), True), diagnosis.sentence
+def test_a_call_of_the_wrong_ranks_is_laid_on_the_rank_that_made_it(gpt):
+    """The call on the wrong group ends another rank with gloo."""
+    diagnosis = judge(third(gpt, 5, 0, [Op("all_reduce", "TP", 80)]))
+    assert (diagnosis.ranks, diagnosis.certain) == ((5,), True), diagnosis.sentence
+
+
+def test_a_send_to_the_wrong_rank_is_named_and_not_certain_as_nobody_else_could_make_it(gpt):
+    """Rank 4 may have left its receive out."""
+    diagnosis = judge(third(gpt, 1, 2, [Op("send", "default_pg", 32, peer=4)]))
+    assert (diagnosis.ranks, diagnosis.certain) == ((1,), False), diagnosis.sentence
+    assert diagnosis.sentence.startswith("Rank 1 (host0, tp=1 dp=0 pp=0) called send 1->4 #1")
 
 
 @pytest.mark.parametrize("gpt", ["nccl"], indirect=True)

@@ -20,13 +20,23 @@ from pathlib import Path
 from hypergrid.hangs.reading import read
 from hypergrid.hangs.verdict import Diagnosis, diagnose
 from tests.support import degraded, peer, simulation
-from tests.support.programs import FAULTS, injected, random_program, with_sends_in_the_world
+from tests.support.programs import (
+    FAULTS,
+    Program,
+    injected,
+    random_program,
+    with_rare_calls,
+    with_sends_in_the_world,
+    without_line,
+)
 from tests.support.simulation import Run
 
 # Of each kind of evidence, in how many hangs a guilty rank must be named first, and with certainty.
 GOALS = {
     "whole": (0.9, 0.57),
     "one innocent missing, varied": (0.8, 1 / 3),
+    "whole, a rare call": (0.8, 0.4),
+    "whole, a rare call is left out": (0.35, 0),
 }
 
 
@@ -103,6 +113,33 @@ def hanging(seed: int, several: bool = False, varied: bool = False) -> tuple[Run
     return None if run.finished else (run, is_outvoted)
 
 
+def with_a_rare_call(seed: int, left_out: bool) -> Run | None:
+    """A random program in which few ranks call each other once; None where nobody hangs.
+
+    One of them leaves that out, or a rank has another fault.
+    """
+    rng = random.Random(f"{seed} rare")
+    program, line = with_rare_calls(random_program(rng, steps=rng.randint(2, 5)), rng)
+    faulty: Program | None
+    if left_out:
+        faulty = without_line(program, line, rng)
+    else:
+        faulty = injected(program, rng.choice(FAULTS), rng.randrange(program.world), rng)
+    if faulty is None:
+        return None
+    run = Run(faulty, rng)
+    return None if run.finished else run
+
+
+def judged_with_a_rare_call(seed: int) -> Iterator[Case]:
+    """The verdicts on both."""
+    for left_out in (False, True):
+        run = with_a_rare_call(seed, left_out)
+        if run is not None:
+            kind = "whole, a rare call is left out" if left_out else "whole, a rare call"
+            yield Case(seed, kind, run, verdict(run), outvoted=False)
+
+
 def judged(
     seed: int, several: bool = False, kinds: Iterable[str] = ("whole",), varied: bool = False
 ) -> Iterator[Case]:
@@ -175,7 +212,9 @@ def tally(seeds: Iterable[int], several: bool = False, only: str = "") -> dict[s
         cases: list[Case] = []
         if only in ("", "whole"):
             cases += judged(seed, several)
-        if only != "whole":
+        if only in ("", "a rare call") and not several:
+            cases += judged_with_a_rare_call(seed)
+        if only not in ("whole", "a rare call"):
             cases += judged(seed, several, [only] if only else degraded.KINDS, varied=True)
         for case in cases:
             tallies.setdefault(case.kind, Tally()).add(case)

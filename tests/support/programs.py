@@ -18,6 +18,13 @@ WRONG_CALLS = ("skip", "extra", "swap", "group", "peer", "size", "dtype", "opera
 FAULTS = (*WRONG_CALLS, *NO_COMMUNICATION)
 COLLECTIVES = ("all_reduce", "all_gather", "_allgather_base", "_reduce_scatter_base", "broadcast")
 MOST_RANKS = 16
+# Errors of a rank's own that sound as if they came from others.
+OWN_ERRORS = (
+    "TimeoutError: Read timed out.",
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+    "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3780, unhandled cuda error\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.",
+)
 # The labels of which a script draws no calls at random.
 PIPELINE = ("PP", "EMBEDDING")
 
@@ -65,6 +72,7 @@ class Program:
     frames: bool = True
     buffer: int = 2000
     prefix: str = ""  # of the names of calls, where it is not "nccl" or "gloo"
+    error: str = ""  # of a rank that raises
     guilty: dict[int, str] = field(default_factory=dict)  # the fault of a rank
 
     @property
@@ -263,7 +271,44 @@ def _batch(parts: list[Op]) -> list[Op]:
     return [Op("batch", "PP", parts=tuple(parts), line=6)] if parts else []
 
 
+def with_rare_calls(program: Program, rng: random.Random) -> tuple[Program, int]:
+    """The same program, in which few ranks once call each other; and the line of that call.
+
+    They reduce in a group of two or of three to eight, or one sends to another: who writes a log or
+    a checkpoint.
+    """
+    line = 90
+    step = rng.randrange(1, len(program.steps[0]))
+    size = 2 if rng.random() < 0.6 else rng.randint(3, 8)
+    members = tuple(sorted(rng.sample(range(program.world), min(size, program.world))))
+    groups = program.groups | {"LOG": [members]}
+    ops_of = {}
+    if len(members) == 2 and rng.random() < 0.5:
+        groups = program.groups
+        sender, receiver = rng.sample(members, 2)
+        ops_of[sender] = Op("send", "default_pg", 8, peer=receiver, line=line)
+        ops_of[receiver] = Op("recv", "default_pg", 8, peer=sender, line=line)
+    else:
+        ops_of = dict.fromkeys(members, Op(rng.choice(COLLECTIVES), "LOG", 8, line=line))
+    ops = [*program.ops]
+    steps = [*program.steps]
+    for rank, op in ops_of.items():
+        place = steps[rank][step]
+        ops[rank] = [*ops[rank][:place], op, *ops[rank][place:]]
+        steps[rank] = [start + (start > place) for start in steps[rank]]
+    error = rng.choice(OWN_ERRORS)
+    return replace(program, ops=ops, groups=groups, steps=steps, error=error), line
+
+
 # Faults.
+
+
+def without_line(program: Program, line: int, rng: random.Random) -> Program:
+    """The program in which one of the ranks that call in a line leaves that out."""
+    ranks = [rank for rank, ops in enumerate(program.ops) if any(op.line == line for op in ops)]
+    rank = rng.choice(ranks)
+    faulty = program.with_ops_of(rank, [op for op in program.ops[rank] if op.line != line])
+    return replace(faulty, guilty={rank: "skip"})
 
 
 def injected(program: Program, fault: str, rank: int, rng: random.Random) -> Program | None:

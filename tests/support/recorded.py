@@ -22,7 +22,7 @@ def entry(
     groups: Groups,
     group: str,
     name: str,
-    seq: int,
+    numbers: tuple[int, int],
     *,
     is_p2p: bool,
     created: int,
@@ -34,17 +34,21 @@ def entry(
     dtype: str,
     frames: Frames,
 ) -> dict[str, Any]:
-    """The recorder's call of that number; ``groups`` are those of the rank."""
+    """The recorder's call of that number; ``groups`` are those of the rank.
+
+    ``numbers``: of the collectives of the group until then, and of its sends and receives.
+    """
     state = "started" if started else "scheduled"
     label, _ = groups[group]
+    collectives, sends = numbers
     return {
         "frames": [{"filename": file, "line": line, "name": code} for file, line, code in frames],
         "record_id": number,
         "op_id": number + 1,
         "pg_id": sorted(groups).index(group),
         "process_group": (group, label),
-        "collective_seq_id": 0 if is_p2p else seq,
-        "p2p_seq_id": seq if is_p2p else 0,
+        "collective_seq_id": collectives,
+        "p2p_seq_id": sends,
         "profiling_name": name,
         "time_created_ns": created,
         "input_sizes": sizes,
@@ -104,7 +108,7 @@ class Rank:
             self.groups,
             group,
             f"{self.backend}:{name}",
-            self.seq[group, is_p2p],
+            (self.seq[group, False], self.seq[group, True]),
             is_p2p=is_p2p,
             created=self.now,
             started=self.now + 1000,

@@ -34,7 +34,7 @@ class Call:
 
     op: Op
     group: str  # torch's name
-    seq: int
+    numbers: tuple[int, int]  # of the collectives of its group until then, and of its sends
     created: int
     started: int = 0
     completed: int = 0
@@ -42,12 +42,17 @@ class Call:
     parts: list[Call] = field(default_factory=list)  # of a batch
     batch: Call | None = None  # whose part it is
 
+    @property
+    def seq(self) -> int:
+        return self.numbers[self.op.is_p2p]
+
 
 class Process:
     """One rank: its script, what its device has yet to do, and what was recorded."""
 
-    def __init__(self, rank: int, ops: list[Op]) -> None:
+    def __init__(self, rank: int, ops: list[Op], error: str) -> None:
         self.rank = rank
+        self.error = error  # that it raises
         self.ops = ops
         self.place = 0  # in ops
         self.script_clock = START
@@ -60,9 +65,18 @@ class Process:
         self.state = ""  # one of NO_COMMUNICATION, "killed" or "lost"
 
     @property
+    def broken(self) -> bool:
+        """Whether its device fails in a call."""
+        return self.state == "raise" and "NCCL" in self.error
+
+    @property
     def clock(self) -> int:
         """When it did something last."""
         return max(self.script_clock, self.device_clock)
+
+    def numbers(self, group: str) -> tuple[int, int]:
+        """How many collectives, and sends and receives, it has called in a group."""
+        return self.seq[group, False], self.seq[group, True]
 
     @property
     def is_idle(self) -> bool:
@@ -95,7 +109,7 @@ class Run:
                 self.groups[name] = (label, members)
                 for rank in members:
                     self.names[rank][label] = name
-        self.processes = [Process(rank, ops) for rank, ops in enumerate(program.ops)]
+        self.processes = [Process(rank, ops, program.error) for rank, ops in enumerate(program.ops)]
         # The calls that have begun, by rank: of a collective, and in order of a pair of ranks.
         self.collectives: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
         self.sends: dict[tuple[str, int, int], deque[Call]] = defaultdict(deque)
@@ -160,12 +174,13 @@ class Run:
         name = self.names[process.rank][op.group]
         key = (name, op.is_p2p)
         process.seq[key] += 1
-        call = Call(op, name, process.seq[key], process.script_clock)
+        call = Call(op, name, process.numbers(name), process.script_clock)
         for part in op.parts:
             # All parts of a batch have one number with NCCL, and with gloo one each.
             if call.parts and not self.program.nccl:
                 process.seq[key] += 1
-            part_call = Call(part, name, process.seq[key], process.script_clock, batch=call)
+            numbers = process.numbers(name)
+            part_call = Call(part, name, numbers, process.script_clock, batch=call)
             call.parts.append(part_call)
         process.calls += [*call.parts, call]
         return call
@@ -371,6 +386,8 @@ class _Recording:
             written = self.run.end - SECOND
         p2p = self._entries({True}) if self.program.p2p and not self.program.nccl else []
         error = ERRORS.get(self.process.state)
+        if self.process.state == "raise" and self.program.error:
+            error = self.program.error
         recorded.stack(
             directory, self.rank, self._main_thread(), error=error, written=written, p2p=p2p
         )
@@ -420,8 +437,9 @@ class _Recording:
             self.groups,
             call.group,
             self._name(op, members.index(self.rank)),
-            call.seq,
-            is_p2p=op.is_p2p,
+            call.numbers,
+            # The entry of a batch is none of a send, as seen with torch 2.11 and NCCL 2.28.9.
+            is_p2p=op.is_p2p and not call.parts,
             created=call.created,
             started=started,
             completed=call.completed if nccl and is_done else None,
@@ -466,6 +484,8 @@ class _Recording:
         process = self.process
         if process.state in ("stuck", "slow"):
             return [("/job/data.py", 30, "load")]
+        if process.state == "lost" or process.broken:
+            return [(TORCH, 3000, "all_reduce"), ("/job/train.py", 7, "step")]
         if process.state in ERRORS or process.finished:
             return [("/job/finish.py", 8, "save")]
         if self.program.nccl:  # it waits for its device in a line of the script
