@@ -109,7 +109,8 @@ class PlannedRows:
                 values[name] = getattr(request, name)
         # Of a file it counts what is read from it, and not what it is called on a rank.
         values.pop(communicators.FILE)
-        values |= communicators.named_options(request.nccl_configs)
+        if request.nccl_configs:
+            values |= communicators.named_options(request.nccl_configs)
         if request.helpers:
             values["replaced in parallel_state"] = in_words(request.helpers)
         for planned in self.rows:

@@ -21,7 +21,8 @@ def error_of(call):
 
 @on_ranks(2)
 def test_a_getter_of_a_destroyed_state_says_that_it_was_destroyed(rank):
-    assert "Call initialize_model_parallel() first" in error_of(ps.get_tensor_model_parallel_group)
+    of_new_state = error_of(ParallelState().get_tensor_model_parallel_group)
+    assert "Call initialize_model_parallel() first" in of_new_state
     ps.initialize_model_parallel(2)
     state = ParallelState.create(tensor_model_parallel_size=2, name="reference")
     ps.destroy_model_parallel()

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support import ROOT
 
-# Files, and changes from one to another. Rank 0 passes four changes fewer where the other rank
-# arrived last.
-MOST = {"initialize_model_parallel(2)": (16, 125), 'create_pg("tp")': (10, 66)}
+# Files, and changes from one to another. A rank that waits looks at the store again and again: how
+# often depends on when the other one arrives.
+MOST = {"initialize_model_parallel(2)": (18, 165), 'create_pg("tp")': (11, 90)}
 
 
 @pytest.fixture(scope="module")
