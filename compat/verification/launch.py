@@ -71,7 +71,8 @@ def verify_line(
 
     has_script = name in _SCRIPTS and (checkout / name).is_file()
     line = Line(tuple(words), world_size, order, tuple(keep), name if has_script else "")
-    return in_checkout(partial(_verified, line, name, tuple(allow)), checkout)
+    # Only hypergrid's launcher gives an order: such a job runs hypergrid's parallel_state.
+    return in_checkout(partial(_verified, line, name, tuple(allow)), checkout, order is not None)
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,15 @@ def in_child(body: Callable[[], T]) -> T:
         return _outcome(outcome_file)
 
 
-def in_checkout(body: Callable[[], T], checkout: Path) -> T:
+def in_checkout(body: Callable[[], T], checkout: Path, is_replaced: bool = False) -> T:
     """Run ``body``, which can be pickled, in a new process that imports megatron of ``checkout``.
 
+    Its ``parallel_state`` is the checkout's own, or hypergrid's if the job replaces it.
     A forked process would keep the modules that this one has imported from elsewhere.
     """
     with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
         request = Path(directory, "request")
-        request.write_bytes(pickle.dumps((body, checkout)))
+        request.write_bytes(pickle.dumps((body, checkout, is_replaced)))
         search_path = [str(checkout.resolve()), *sys.path]
         arguments = ["\n".join(search_path), directory, str(os.getpid())]
         # What Megatron prints is no part of the report, which may be JSON.
@@ -100,13 +101,13 @@ def answer(directory: str, parent: int) -> None:
     _end_with_parent(parent)
 
     def answered() -> Any:
-        body, checkout = pickle.loads(Path(directory, "request").read_bytes())
-        return _adapted(body, checkout)
+        body, checkout, is_replaced = pickle.loads(Path(directory, "request").read_bytes())
+        return _adapted(body, checkout, is_replaced)
 
     _write(answered, Path(directory, "outcome"), ValueError)
 
 
-def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
+def _adapted(body: Callable[[], T], checkout: Path | None = None, is_replaced: bool = True) -> T:
     import torch
 
     cuda: Any = torch.cuda
@@ -121,7 +122,7 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     logging.disable(logging.ERROR)  # megatron-core's advice, once for each rank and step
     on_cpu.adapt()
-    if "megatron.core.parallel_state" not in sys.modules:
+    if is_replaced and "megatron.core.parallel_state" not in sys.modules:
         install()
     try:
         for name in _IMPORTED:  # once, before ranks are forked
@@ -131,8 +132,7 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     core = Path(str(sys.modules["megatron.core"].__file__)).parent
     if checkout is not None and core != checkout.resolve() / "megatron" / "core":
         raise ValueError(f"megatron.core was imported from {core}, not from {checkout}.")
-    on_cpu.draw_on_cpu()
-    on_cpu.let_one_rank_sum()
+    on_cpu.replace_parts()
     return body()
 
 

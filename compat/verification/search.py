@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -70,7 +71,7 @@ class Report:
     seconds: float
     refused: str = ""  # why the model cannot have this layout
     trace: str = ""  # of the rank that refused
-    not_covered = NOT_COVERED
+    not_covered: tuple[str, ...] = NOT_COVERED
 
     @property
     def agrees(self) -> bool:
@@ -202,6 +203,14 @@ def reports(
     return [job.report(layout, smallest) for layout in layouts]
 
 
+def _not_covered() -> tuple[str, ...]:
+    """What did not run, also because something else ran instead."""
+    state = sys.modules["megatron.core.parallel_state"]
+    if state.__name__ == "megatron.core.parallel_state":
+        return NOT_COVERED
+    return (*NOT_COVERED, f"megatron.core.parallel_state ({state.__name__} ran instead)")
+
+
 def _check(task: Task, layout: Layout) -> None:
     if layout.world_size > MAX_RANKS:
         raise ValueError(
@@ -276,8 +285,12 @@ class _Job:
                 least.extend(self._all_smallest(layout, wrong))
             tolerance = self.reference(layout.alone()).tolerance
             report = Report(layout, wrong, allowed, least, tolerance, 0, 0, refused)
-        steps = self.steps - steps_before
-        return replace(report, steps=steps, seconds=time.monotonic() - start)
+        return replace(
+            report,
+            steps=self.steps - steps_before,
+            seconds=time.monotonic() - start,
+            not_covered=_not_covered(),
+        )
 
     def _sorted(self, differing: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
         """The findings that are wrong, and those that are allowed."""

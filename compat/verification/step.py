@@ -237,27 +237,30 @@ def _step(
         wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     samples, length = task.shape
-    # Each chunk of an interleaved pipeline takes the micro batches by itself.
-    micro_batches = [iter(numbers) for _ in model]
-    forward_backward = get_forward_backward_func()
-    forward_backward(
-        forward_step_func=_forward_step(task, layout, chunks[0].config, computed, state),
-        data_iterator=_of_chunks(micro_batches),
-        model=list(model),
-        num_microbatches=len(numbers),
-        seq_length=length,
-        micro_batch_size=samples,
-        forward_only=False,
-    )
-    _gather_sharded(model)
-    with _holding(_gradients(chunks)):
+
+    def run(results: Computed, forward_only: bool) -> None:
+        # Each chunk of an interleaved pipeline takes the micro batches by itself.
+        micro_batches = [iter(numbers) for _ in model]
+        get_forward_backward_func()(
+            forward_step_func=_forward_step(task, layout, chunks[0].config, results, state),
+            data_iterator=_of_chunks(micro_batches),
+            model=list(model),
+            num_microbatches=len(numbers),
+            seq_length=length,
+            micro_batch_size=samples,
+            forward_only=forward_only,
+        )
+
+    run(computed, forward_only=False)
+    with _whole_gradients(model), _holding(_gradients(chunks)):
         computed.gradients = _pieces(chunks)
     _, norm, _ = optimizer.step()
     computed.norm = float(norm)
-    for wrapped in model:
-        # With overlap, parameters are gathered in the next forward pass.
-        if wrapped.ddp_config.overlap_param_gather:
-            wrapped.start_param_sync(force_sync=True)
+    if model[0].ddp_config.overlap_param_gather:
+        # megatron-core gathers parameters in the hooks of the next forward pass. Gathered here
+        # instead, a hook that gathers nothing would not be seen.
+        with torch.no_grad():
+            run(Computed(), forward_only=True)
     weights_before = {piece.place: piece.value for piece in computed.initial}
     for piece in _pieces(chunks):
         update = piece.value - weights_before[piece.place]
@@ -495,16 +498,30 @@ def _of_cp_rank(value: Any, rank: int, size: int) -> Any:
     return torch.cat([chunks[early], chunks[late]], dim=1)
 
 
-def _gather_sharded(model: Iterable[Any]) -> None:
-    """Complete gradients of which the distributed optimizer leaves each rank its part only."""
+@contextmanager
+def _whole_gradients(model: Iterable[Any]) -> Iterator[None]:
+    """Gradient buffers are complete meanwhile; the distributed optimizer leaves each rank its part.
+
+    Afterwards they are as they were: an optimizer that reads another part than its own must not
+    find it complete.
+    """
+    kept = []
     for chunk in model:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group = buckets.intra_distributed_optimizer_instance_group
             for bucket in buckets.buckets:
+                own = bucket.grad_data.clone()
+                kept.append((bucket.grad_data, own))
                 parts = bucket.grad_data.chunk(group.size())
-                dist.all_gather(list(parts), parts[group.rank()].clone(), group=group)
+                own_part = own.chunk(group.size())[group.rank()]
+                dist.all_gather(list(parts), own_part, group=group)
+    try:
+        yield
+    finally:
+        for gradients, own in kept:
+            gradients.copy_(own)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -398,6 +399,23 @@ def test_the_checkout_decides_whichever_megatron_core_is_loaded(checkout, monkey
     monkeypatch.setitem(sys.modules, "megatron.core", loaded)
     with pytest.raises(ValueError, match=f"refuses the arguments: AssertionError: of {release}"):
         verify_line("", ["--fails"], 2, checkout)
+
+
+def test_the_groups_are_those_of_the_checkout_or_the_report_names_the_module(checkout):
+    core = checkout / "megatron" / "core"
+    source = core.resolve()
+    core.unlink()
+    shutil.copytree(source, core)
+    state = core / "parallel_state.py"
+    check = "assert torch.distributed.is_initialized()"
+    state.write_text(state.read_text().replace(check, "assert not 'of the checkout'", 1))
+    words = ["--tensor-model-parallel-size", "2", "--num-layers", "2"]
+    _, report = verify_line("pretrain_gpt.py", words, 2, checkout)
+    assert "of the checkout" in report.refused
+    # A job of hypergrid's launcher has hypergrid's groups.
+    _, report = verify_line("pretrain_gpt.py", words, 2, checkout, order=Layout.order)
+    assert report.agrees, str(report)
+    assert "megatron.core.parallel_state (compat.parallel_state ran instead)" in str(report)
 
 
 @pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
