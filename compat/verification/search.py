@@ -20,7 +20,7 @@ from compat.verification.compare import (
     unmoved,
 )
 from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
-from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks
+from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks, say
 from compat.verification.step import (
     PLAIN,
     RANDOM_INIT,
@@ -280,11 +280,12 @@ class _Job:
             refused = ""
             if not wrong:
                 refused = self._worthless(layout)
-            least: list[Smallest] = []
-            if smallest:
-                least.extend(self._all_smallest(layout, wrong))
             tolerance = self.reference(layout.alone()).tolerance
-            report = Report(layout, wrong, allowed, least, tolerance, 0, 0, refused)
+            report = Report(layout, wrong, allowed, [], tolerance, 0, 0, refused)
+            if smallest and wrong:
+                # The search takes longer than the verdict, which is known already.
+                say(f"{report}\nSearching for the smallest layout that differs ...")
+                report.smallest.extend(self._all_smallest(layout, wrong))
         return replace(
             report,
             steps=self.steps - steps_before,
@@ -398,6 +399,7 @@ class _Job:
     def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
         needed: dict[str, str] = {}
         for name, trial in layout.smaller():
+            say(f"  {layout}: does it differ without {name}?")
             differing = self.differing(trial)
             if isinstance(differing, Refused):
                 needed[name] = f"refused: {differing}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from compat.megatron.request import Request
 from compat.megatron.rows import PlannedRows
-from compat.verification.layout import DIMS, INSTANCES, SIZES, Layout
+from compat.verification.layout import INSTANCES, SIZES, Layout
 from compat.verification.ranks import MAX_RANKS
 from hypergrid.messages import few
 
@@ -41,13 +41,9 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     Raises
     ------
     ValueError
-        A name in ``keep`` is no dim, or the kept dims need more than 16 ranks.
+        The kept dims need more than 16 ranks.
     """
     job = _job_sizes(args)
-    for name in keep:
-        if name not in DIMS:
-            raise ValueError(f"--keep {name} is no dim; allowed: {', '.join(DIMS)}.")
-
     order = Layout.order
     if getattr(args, "use_tp_pp_dp_mapping", False):
         order = "tp-cp-ep-pp-dp"

@@ -401,14 +401,45 @@ def test_the_checkout_decides_whichever_megatron_core_is_loaded(checkout, monkey
         verify_line("", ["--fails"], 2, checkout)
 
 
-def test_the_groups_are_those_of_the_checkout_or_the_report_names_the_module(checkout):
+def edit(checkout, name, old, new):
+    """Change the first ``old`` in a copy of the checkout's megatron-core."""
     core = checkout / "megatron" / "core"
     source = core.resolve()
     core.unlink()
     shutil.copytree(source, core)
-    state = core / "parallel_state.py"
+    text = (core / name).read_text()
+    assert old in text
+    (core / name).write_text(text.replace(old, new, 1))
+
+
+def test_the_verdict_is_told_before_the_search_which_can_be_left_out(checkout):
+    factor = "torch.distributed.get_world_size()"
+    edit(
+        checkout,
+        "distributed/finalize_model_grads.py",
+        "def finalize_model_grads(",
+        "def finalize_model_grads(*a, **k):\n"
+        "    for chunk in a[0]:\n"
+        f"        for buffer in chunk.buffers: buffer.grad_data *= {factor}\n"
+        "    return _finalize_model_grads(*a, **k)\n"
+        "def _finalize_model_grads(",
+    )
+    words = ["--tensor-model-parallel-size", "2", "--num-layers", "2"]
+    heard = []
+    _, report = verify_line("pretrain_gpt.py", words, 2, checkout, listen=heard.append)
+    assert report.smallest
+    assert "do not compute what one rank computes" in heard[0]
+    assert "Searching" in heard[0] and "does it differ without tp=2?" in heard[1]
+    heard.clear()
+    _, report = verify_line(
+        "pretrain_gpt.py", words, 2, checkout, smallest=False, listen=heard.append
+    )
+    assert report.findings and not report.smallest and not heard
+
+
+def test_the_groups_are_those_of_the_checkout_or_the_report_names_the_module(checkout):
     check = "assert torch.distributed.is_initialized()"
-    state.write_text(state.read_text().replace(check, "assert not 'of the checkout'", 1))
+    edit(checkout, "parallel_state.py", check, "assert not 'of the checkout'")
     words = ["--tensor-model-parallel-size", "2", "--num-layers", "2"]
     _, report = verify_line("pretrain_gpt.py", words, 2, checkout)
     assert "of the checkout" in report.refused
