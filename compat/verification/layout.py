@@ -27,6 +27,7 @@ OF_SEVERAL = (
     *("use_distributed_optimizer", INSTANCES),
     *("overlap_grad_reduce", "overlap_param_gather", "data_parallel_random_init"),
     *("average_in_collective", "bucket_size", "moe_token_dispatcher_type"),
+    "moe_shared_expert_overlap",
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )

@@ -16,7 +16,12 @@ from compat.verification.script import Script
 from compat.verification.step import Task
 from compat.verification.structure import small_layout
 
+# Sizes of the small model are unlike each other, and unlike the number of heads and of their
+# groups, 6 and 3 for each tp rank: code that takes one for another must compute something else.
 _HEAD = 8  # the size of an attention head
+_VOCAB_FOR_EACH_RANK = 56
+_SAMPLES = 2  # of a micro batch
+_LEAST_LENGTH = 40
 # Fields of TransformerConfig that the small model sets itself.
 SHAPE = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -97,11 +102,8 @@ def small_job(
     _split_pipeline_unevenly(args, layout, sizes, options)
     layout = replace(layout, options=options)
 
-    # Divisible by the chunks of cp and by tp.
-    length = 32
-    if layout.tp % 3 == 0 or layout.cp % 3 == 0:
-        length = 48
-    vocab = 64 * layout.tp
+    vocab = _VOCAB_FOR_EACH_RANK * layout.tp
+    length = _length(layout, sizes["hidden_size"])
     model = {
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "position_embedding_type": args.position_embedding_type,
@@ -112,10 +114,11 @@ def small_job(
         "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
     }
     build = partial(small_gpt, seq_length=length, vocab=vocab, sizes=sizes, model=model)
-    # Two for each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
-    micro_batches = 2 * layout.dp
+    # Of each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
+    micro_batches = _unlike(2, (layout.tp, layout.cp, layout.dp))
     if layout.vp:
-        micro_batches *= layout.pp
+        micro_batches = 2 * layout.pp
+    micro_batches *= layout.dp
     parts = 1
     if layout.cp > 1 and not options.get(LOSS_PER_TOKEN):
         # Megatron then averages the means of the ranks' parts: another loss, if counts differ.
@@ -124,7 +127,7 @@ def small_job(
             "each cp rank has the same number of unmasked tokens: without "
             "--calculate-per-token-loss Megatron weighs them unequally otherwise"
         )
-    batch = uneven_batch(max(micro_batches, 4), 2, length, vocab, parts)
+    batch = uneven_batch(max(micro_batches, 4), _SAMPLES, length, vocab, parts)
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {length} tokens")
     task = Task(build, batch)
@@ -133,13 +136,43 @@ def small_job(
     return SmallJob(task, layout, changed)
 
 
+def _unlike(least: int, others: Iterable[int]) -> int:
+    """The first size from ``least`` on that none of the ``others`` is."""
+    size = least
+    while size in others:
+        size += 1
+    return size
+
+
+def _length(layout: Layout, hidden_size: int) -> int:
+    """The tokens of a sample: divisible by the chunks of cp and by tp, and like no other size.
+
+    Example: with tp=2, 40 tokens beside a hidden size of 96 and 56 words of the vocabulary on each
+    rank. With a length of 48, a rank's part of the hidden size could be taken for it.
+    """
+    of_model = {
+        *(hidden_size, hidden_size // layout.tp),
+        *(_VOCAB_FOR_EACH_RANK, _VOCAB_FOR_EACH_RANK * layout.tp),
+    }
+    unit = 2 * layout.cp * layout.tp
+    length = unit * -(-_LEAST_LENGTH // unit)
+    while True:
+        on_cp_rank = length // layout.cp
+        on_tp_rank = on_cp_rank // layout.tp
+        lengths = {length, on_cp_rank, on_tp_rank}
+        tokens = {_SAMPLES * part for part in lengths}
+        if of_model.isdisjoint(lengths | tokens):
+            return length
+        length += unit
+
+
 def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
     config = args.config
-    heads = 4 * layout.tp
+    heads = 6 * layout.tp
     groups = getattr(config, "num_query_groups", None)
     query_groups = None
     if groups not in (None, config.num_attention_heads):
-        query_groups = 2 * layout.tp
+        query_groups = 3 * layout.tp
     # Two layers on each stage, and one in each chunk of an interleaved pipeline.
     num_layers = layout.pp * (layout.vp or 2)
     for name in _IN_PLACE_OF_LAYERS:
@@ -163,9 +196,15 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
         options["moe_router_group_topk"] = 1
         least = 2 * max(topk, 2)
     for_each_rank = max(2, -(-least // layout.ep))
+    taken_sizes = (layout.tp, layout.cp, layout.dp, layout.ep, topk)
+    for_each_rank = _unlike(for_each_rank, taken_sizes)
+    # A group of experts is as large as any other.
+    if "moe_router_num_groups" in options:
+        while for_each_rank * layout.ep % 2 or for_each_rank in taken_sizes:
+            for_each_rank += 1
     options["num_moe_experts"] = layout.ep * for_each_rank
     if getattr(config, "moe_shared_expert_intermediate_size", None):
-        options["moe_shared_expert_intermediate_size"] = sizes["hidden_size"]
+        options["moe_shared_expert_intermediate_size"] = 2 * sizes["hidden_size"]
     if getattr(config, "moe_latent_size", None):
         options["moe_latent_size"] = sizes["hidden_size"] // 2
     if isinstance(config.moe_layer_freq, list):

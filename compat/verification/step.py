@@ -52,6 +52,8 @@ class InitialValue(NamedTuple):
 
     digest: str
     is_drawn: bool  # and not the same number everywhere, as the weight of a norm
+    square: float  # the sum of its squares
+    count: int  # of its numbers
 
 
 class MicroBatchLoss(NamedTuple):
@@ -208,9 +210,19 @@ def _take_steps(
     _step(task, layout, computed, chunks, model, optimizer, numbers, state)
     if not variant.planted:
         computed.next_step = Computed(initial=_pieces(chunks))
+        if "clip_grad" not in layout.options:
+            _clip_at(computed.norm / 2, optimizer)
         _step(task, layout, computed.next_step, chunks, model, optimizer, numbers, state)
         _count_parameters(computed.next_step, chunks, optimizer)
     return computed
+
+
+def _clip_at(norm: float, optimizer: Any) -> None:
+    """Let the next step clip gradients; the first leaves them as they are, to compare the norm."""
+    if not 0 < norm < float("inf"):
+        return
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        each.config.clip_grad = norm
 
 
 def _of_chunks(functions: Sequence[Any]) -> Any:
@@ -341,7 +353,8 @@ def _initial_values(chunks: Sequence[Any]) -> dict[Place, InitialValue]:
         content = piece.value.contiguous().numpy().tobytes()
         digest = hashlib.sha256(content).hexdigest()
         is_drawn = bool(piece.value.min() < piece.value.max())
-        values[piece.place] = InitialValue(digest, is_drawn)
+        square = float(piece.value.double().square().sum())
+        values[piece.place] = InitialValue(digest, is_drawn, square, piece.value.numel())
     return values
 
 

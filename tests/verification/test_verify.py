@@ -22,6 +22,7 @@ from compat.verification.launch import verify_line
 from compat.verification.layout import SIZES
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
+from compat.verification.small_job import _length
 from compat.verification.step import Task
 from compat.verification.structure import small_layout
 from tests.support import ROOT, stock, table, warm
@@ -343,6 +344,16 @@ def test_a_small_layout_keeps_a_jobs_groups_or_says_what_is_lost(job, small, tex
         return
     assert small_layout(SimpleNamespace(**arguments), keep, notes) == eval(small)
     assert text in "; ".join(notes or "-")
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (3, 3), (4, 2), (8, 1), (2, 8)])
+def test_a_small_jobs_tokens_divide_and_are_like_no_other_size(tp, cp):
+    hidden_size = 48 * tp
+    length = _length(Layout(tp=tp, cp=cp), hidden_size)
+    assert length % (2 * cp * tp) == 0
+    sizes = [hidden_size, hidden_size // tp, 56 * tp, 56]
+    for part in (length, length // cp, length // cp // tp):
+        assert part not in sizes and 2 * part not in sizes
 
 
 STUB = """
