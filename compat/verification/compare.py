@@ -229,19 +229,17 @@ def _of_step(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
 
 def _replicas_that_differ(ranks: Sequence[Computed]) -> Iterator[Finding]:
     """Weights that replicas have initialised differently, before they got those of one rank."""
-    ranks_by_digest: dict[Place, dict[str, list[int]]] = {}
+    holders: dict[Place, dict[str, set[int]]] = {}
     for rank, computed in enumerate(ranks):
         for place, value in computed.own_initial.items():
-            digests = ranks_by_digest.setdefault(place, {})
-            equal_ranks = digests.setdefault(value.digest, [])
-            equal_ranks.append(rank)
+            holders.setdefault(place, {}).setdefault(value.digest, set()).add(rank)
     odd_ranks: dict[str, set[int]] = {}
-    for (name, _), digests in ranks_by_digest.items():
+    for (name, _), by_digest in holders.items():
         # The ranks that do not have what most have; of as many, the later ones.
-        majority = max(digests.values(), key=len)
-        for equal_ranks in digests.values():
-            if equal_ranks is not majority:
-                odd_ranks.setdefault(name, set()).update(equal_ranks)
+        majority = max(by_digest.values(), key=len)
+        odd = set().union(*by_digest.values()) - majority
+        if odd:
+            odd_ranks.setdefault(name, set()).update(odd)
     for name, rank_set in odd_ranks.items():
         yield _initial_value(name, rank_set, "differs between replicas")
 
@@ -280,12 +278,8 @@ def _spreads_that_differ(alone: Computed, ranks: Sequence[Computed]) -> Iterator
         error = (2 / count + 2 / right_count) ** 0.5
         factor = (square / count * right_count / right_square) ** 0.5
         if abs(factor - 1) > _SPREAD * error:
-            holders = set()
-            for rank, computed in enumerate(ranks):
-                if any(place[0] == name for place in computed.own_initial):
-                    holders.add(rank)
             meaning = f"has {factor:.2g} times the standard deviation of one rank's"
-            yield _initial_value(name, holders, meaning)
+            yield _initial_value(name, set(range(len(ranks))), meaning)
 
 
 def _squares(ranks: Sequence[Computed]) -> dict[str, tuple[float, int]]:
@@ -298,7 +292,7 @@ def _squares(ranks: Sequence[Computed]) -> dict[str, tuple[float, int]]:
     squares: dict[str, tuple[float, int]] = {}
     for (name, _), value in parts.items():
         square, count = squares.get(name, (0.0, 0))
-        squares[name] = square + value.square, count + value.count
+        squares[name] = square + value.square, count + value.numel
     return squares
 
 

@@ -40,9 +40,8 @@ class _LateWork:
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         done = self.work.wait(*args, **kwargs)
-        with torch.no_grad():
-            for output, result in self.results:
-                output.copy_(result)
+        for output, result in self.results:
+            output.detach().copy_(result)
         self.results.clear()
         return done
 
@@ -75,11 +74,10 @@ def _late(collective: Callable[..., Any], written: str, read: str) -> Callable[.
         if written != read:
             arguments[written] = _copies(outputs)
         results = arguments[written]
-        with torch.no_grad():
-            for output in _tensors(outputs):
-                # Integers have no NaN.
-                if output.is_floating_point():
-                    output.fill_(float("nan"))
+        for output in _tensors(outputs):
+            # Integers have no NaN.
+            if output.is_floating_point():
+                output.detach().fill_(float("nan"))
         work = collective(*call.args, **call.kwargs)
         handle = _collecting.get(arguments.get("group"))
         if handle is None:

@@ -94,8 +94,8 @@ def in_checkout(
         os.close(write_end)
         try:
             # The pipe ends with the process and its ranks.
-            with os.fdopen(read_end) as said:
-                for line in said:
+            with os.fdopen(read_end) as progress:
+                for line in progress:
                     listen(json.loads(line))
             process.wait()
         finally:

@@ -95,15 +95,15 @@ def small_job(
     layout = small_layout(args, keep, changed)
     if order is not None:
         layout = replace(layout, order=order)
-    sizes = _sizes(args, layout)
+    sizes = _sizes(args, layout, changed)
     options = {**layout.options, **_options(args, sizes, changed)}
     if args.config.num_moe_experts:
         options |= _experts(args.config, layout, sizes)
-    _split_pipeline_unevenly(args, layout, sizes, options)
+    _split_pipeline_unevenly(args, layout, sizes, options, changed)
     layout = replace(layout, options=options)
 
     vocab = _VOCAB_FOR_EACH_RANK * layout.tp
-    length = _length(layout, sizes["hidden_size"])
+    length = _length(layout)
     model = {
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "position_embedding_type": args.position_embedding_type,
@@ -136,45 +136,41 @@ def small_job(
     return SmallJob(task, layout, changed)
 
 
-def _unlike(least: int, others: Iterable[int]) -> int:
-    """The first size from ``least`` on that none of the ``others`` is."""
+def _unlike(least: int, others: Iterable[int], step: int = 1) -> int:
+    """The first of ``least``, ``least + step`` ... that none of the ``others`` is."""
     size = least
     while size in others:
-        size += 1
+        size += step
     return size
 
 
-def _length(layout: Layout, hidden_size: int) -> int:
+def _length(layout: Layout) -> int:
     """The tokens of a sample: divisible by the chunks of cp and by tp, and like no other size.
 
-    Example: with tp=2, 40 tokens beside a hidden size of 96 and 56 words of the vocabulary on each
-    rank. With a length of 48, a rank's part of the hidden size could be taken for it.
+    A multiple of 5, as the tokens of each rank are: those of hidden size and vocabulary are not.
     """
-    of_model = {
-        *(hidden_size, hidden_size // layout.tp),
-        *(_VOCAB_FOR_EACH_RANK, _VOCAB_FOR_EACH_RANK * layout.tp),
-    }
-    unit = 2 * layout.cp * layout.tp
-    length = unit * -(-_LEAST_LENGTH // unit)
-    while True:
-        on_cp_rank = length // layout.cp
-        on_tp_rank = on_cp_rank // layout.tp
-        lengths = {length, on_cp_rank, on_tp_rank}
-        tokens = {_SAMPLES * part for part in lengths}
-        if of_model.isdisjoint(lengths | tokens):
-            return length
-        length += unit
+    unit = 2 * layout.cp * layout.tp * 5
+    return unit * -(-_LEAST_LENGTH // unit)
 
 
-def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
+def _sizes(args: Any, layout: Layout, changed: list[str]) -> dict[str, Any]:
     config = args.config
     heads = 6 * layout.tp
     groups = getattr(config, "num_query_groups", None)
     query_groups = None
     if groups not in (None, config.num_attention_heads):
         query_groups = 3 * layout.tp
-    # Two layers on each stage, and one in each chunk of an interleaved pipeline.
-    num_layers = layout.pp * (layout.vp or 2)
+        # Several ranks of the job hold the keys and values of one group.
+        if groups < config.tensor_model_parallel_size:
+            if layout.tp % 2 == 0:
+                query_groups = layout.tp // 2
+            else:
+                changed.append("not kept: query groups fewer than tp; --keep tp keeps them")
+    # Two layers on each stage, or one or two in each chunk of an interleaved pipeline.
+    num_layers = layout.pp * 2
+    if layout.vp:
+        chunks = config.pipeline_model_parallel_size * config.virtual_pipeline_model_parallel_size
+        num_layers = layout.pp * layout.vp * min(2, max(1, config.num_layers // chunks))
     for name in _IN_PLACE_OF_LAYERS:
         if layout.pp > 1 and getattr(config, name, False):
             num_layers -= 1
@@ -196,12 +192,12 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
         options["moe_router_group_topk"] = 1
         least = 2 * max(topk, 2)
     for_each_rank = max(2, -(-least // layout.ep))
-    taken_sizes = (layout.tp, layout.cp, layout.dp, layout.ep, topk)
-    for_each_rank = _unlike(for_each_rank, taken_sizes)
-    # A group of experts is as large as any other.
+    step = 1
     if "moe_router_num_groups" in options:
-        while for_each_rank * layout.ep % 2 or for_each_rank in taken_sizes:
-            for_each_rank += 1
+        step = 2  # both groups have as many experts, also where ep is odd
+        for_each_rank += for_each_rank % 2
+    other_sizes = (layout.tp, layout.cp, layout.dp, layout.ep, topk)
+    for_each_rank = _unlike(for_each_rank, other_sizes, step)
     options["num_moe_experts"] = layout.ep * for_each_rank
     if getattr(config, "moe_shared_expert_intermediate_size", None):
         options["moe_shared_expert_intermediate_size"] = 2 * sizes["hidden_size"]
@@ -217,14 +213,22 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
 
 
 def _split_pipeline_unevenly(
-    args: Any, layout: Layout, sizes: dict[str, Any], options: dict[str, Any]
+    args: Any,
+    layout: Layout,
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+    changed: list[str],
 ) -> None:
     """Give the first or last stage one layer, where the job gives it another number."""
-    if layout.pp == 1 or layout.vp:
+    if layout.pp == 1:
         return
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if not getattr(args.config, name, None):
+            continue
+        if layout.vp:
+            changed.append(f"not kept: {name}, as chunks of the small model have equal depth")
         # With two stages, the other one already has another number.
-        if getattr(args.config, name, None) and (layout.pp > 2 or sizes["num_layers"] % 2 == 0):
+        elif layout.pp > 2 or sizes["num_layers"] % 2 == 0:
             options[name] = 1
             sizes["num_layers"] -= 1
 
@@ -248,8 +252,10 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         is_function = field.name in ("activation_func", "window_attn_skip_freq")
         if field.name == "window_size" and value is not None:
             options[field.name] = (4, 0)
-        elif field.name in ("recompute_num_layers", "mtp_num_layers") and value:
+        elif field.name == "recompute_num_layers" and value:
             options[field.name] = 1
+        elif field.name == "mtp_num_layers" and value:
+            options[field.name] = min(value, 2)
         elif field.name == "moe_layer_freq" and not is_plain:
             continue  # a pattern: the small model has the part of it that its layers need
         elif value == "flex":
@@ -270,6 +276,8 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             options[field_name] = True
         elif name == "ddp_bucket_size" and value:
             options[field_name] = _BUCKET_SIZE
+    if options.get("overlap_grad_reduce"):
+        options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":
         left_out.append(f"optimizer={args.optimizer}")
     if left_out:

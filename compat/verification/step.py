@@ -53,7 +53,7 @@ class InitialValue(NamedTuple):
     digest: str
     is_drawn: bool  # and not the same number everywhere, as the weight of a norm
     square: float  # the sum of its squares
-    count: int  # of its numbers
+    numel: int
 
 
 class MicroBatchLoss(NamedTuple):

@@ -348,10 +348,9 @@ def test_a_small_layout_keeps_a_jobs_groups_or_says_what_is_lost(job, small, tex
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (3, 3), (4, 2), (8, 1), (2, 8)])
 def test_a_small_jobs_tokens_divide_and_are_like_no_other_size(tp, cp):
-    hidden_size = 48 * tp
-    length = _length(Layout(tp=tp, cp=cp), hidden_size)
+    length = _length(Layout(tp=tp, cp=cp))
     assert length % (2 * cp * tp) == 0
-    sizes = [hidden_size, hidden_size // tp, 56 * tp, 56]
+    sizes = [48 * tp, 48, 56 * tp, 56]  # of hidden features and words of the vocabulary
     for part in (length, length // cp, length // cp // tp):
         assert part not in sizes and 2 * part not in sizes
 
