@@ -20,6 +20,7 @@ from compat.verification import Layout
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
 from compat.verification.launch import verify_line
 from compat.verification.layout import SIZES
+from compat.verification.on_cpu import REPLACED
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
 from compat.verification.small_job import _length
@@ -92,6 +93,11 @@ def _of_features():
         return {name: job.report(layout, smallest=False) for name, layout in FEATURES.items()}
 
     return in_child(judged)
+
+
+@pytest.mark.parametrize("replaced", REPLACED, ids=lambda replaced: replaced.name)
+def test_what_is_replaced_in_megatron_core_is_in_the_documents_table(replaced):
+    assert f"| `{replaced.module}.{replaced.name}` | {replaced.does} |" in DOCUMENT
 
 
 @pytest.mark.parametrize("row", ROWS)
