@@ -9,21 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from hypergrid import of_torch
 
-# A collective's argument that it writes, and the one that it reads; one argument may be both.
+# The collectives that megatron-core starts without waiting for them, with the arguments that they
+# write and read.
 _ARGUMENTS = {
-    "all_gather": ("tensor_list", "tensor"),
     "all_gather_into_tensor": ("output_tensor", "input_tensor"),
     "all_reduce": ("tensor", "tensor"),
-    "all_to_all_single": ("output", "input"),
-    "broadcast": ("tensor", "tensor"),
-    "reduce_scatter": ("output", "input_list"),
     "reduce_scatter_tensor": ("output", "input"),
 }
 
@@ -68,16 +65,15 @@ def _late(collective: Callable[..., Any], written: str, read: str) -> Callable[.
         arguments = call.arguments
         if not arguments.get("async_op", False):
             return collective(*args, **kwargs)
-        outputs = arguments[written]
+        output = arguments[written]
         # The input may be a part of the output, as a rank's shard is of a gathered buffer.
-        arguments[read] = _copies(arguments[read])
+        arguments[read] = arguments[read].detach().clone()
         if written != read:
-            arguments[written] = _copies(outputs)
-        results = arguments[written]
-        for output in _tensors(outputs):
-            # Integers have no NaN.
-            if output.is_floating_point():
-                output.detach().fill_(float("nan"))
+            arguments[written] = torch.empty_like(output)
+        result = arguments[written]
+        # Integers have no NaN.
+        if output.is_floating_point():
+            output.detach().fill_(float("nan"))
         work = collective(*call.args, **call.kwargs)
         handle = _collecting.get(arguments.get("group"))
         if handle is None:
@@ -85,7 +81,7 @@ def _late(collective: Callable[..., Any], written: str, read: str) -> Callable[.
             if work is None:
                 return None
             handle = _LateWork(work)
-        handle.results += zip(_tensors(outputs), _tensors(results), strict=True)
+        handle.results.append((output, result))
         return handle
 
     return started
@@ -108,15 +104,3 @@ def _late_manager(manager: Callable[..., Any]) -> Callable[..., Any]:
                 del _collecting[group]
 
     return collecting
-
-
-def _tensors(value: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return value
-
-
-def _copies(value: torch.Tensor | Sequence[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return [tensor.detach().clone() for tensor in value]

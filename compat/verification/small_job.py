@@ -39,7 +39,7 @@ _HOW = (
     *("memory_efficient_layer_norm", "barrier_with_L1_time", "use_ring_exchange_p2p"),
     *("moe_*_backend", "moe_flex*", "moe_deepep*", "moe_hybridep*", "variable_seq_lengths"),
     *("external_cuda_graph", "flash_decode", "batch_invariant_mode", "disable_parameter_*"),
-    *("enable_autocast", "use_kitchen*", "*_sync_func", "distribute_saved_activations"),
+    *("enable_autocast", "use_kitchen*", "*_sync_func"),
     *("attention_softmax_in_fp32", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
     "delay_wgrad_compute",
 )
@@ -136,10 +136,10 @@ def small_job(
     return SmallJob(task, layout, changed)
 
 
-def _unlike(least: int, others: Iterable[int], step: int = 1) -> int:
-    """The first of ``least``, ``least + step`` ... that none of the ``others`` is."""
+def _unlike(least: int, sizes: Iterable[int], step: int = 1) -> int:
+    """The first of ``least``, ``least + step`` ... that none of the ``sizes`` is."""
     size = least
-    while size in others:
+    while size in sizes:
         size += step
     return size
 

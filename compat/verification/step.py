@@ -221,8 +221,8 @@ def _clip_at(norm: float, optimizer: Any) -> None:
     """Let the next step clip gradients; the first leaves them as they are, to compare the norm."""
     if not 0 < norm < float("inf"):
         return
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        each.config.clip_grad = norm
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.config.clip_grad = norm
 
 
 def _of_chunks(functions: Sequence[Any]) -> Any:
@@ -518,23 +518,22 @@ def _whole_gradients(model: Iterable[Any]) -> Iterator[None]:
     Afterwards they are as they were: an optimizer that reads another part than its own must not
     find it complete.
     """
-    kept = []
+    partial_gradients = []
     for chunk in model:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group = buckets.intra_distributed_optimizer_instance_group
             for bucket in buckets.buckets:
-                own = bucket.grad_data.clone()
-                kept.append((bucket.grad_data, own))
-                parts = bucket.grad_data.chunk(group.size())
-                own_part = own.chunk(group.size())[group.rank()]
-                dist.all_gather(list(parts), own_part, group=group)
+                gradients = bucket.grad_data.clone()
+                partial_gradients.append((bucket.grad_data, gradients))
+                parts = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(parts, gradients.chunk(group.size())[group.rank()], group=group)
     try:
         yield
     finally:
-        for gradients, own in kept:
-            gradients.copy_(own)
+        for buffer, gradients in partial_gradients:
+            buffer.copy_(gradients)
 
 
 @contextmanager
