@@ -16,10 +16,8 @@ SIZES = {
     "etp": "expert_tensor_parallel_size",
 }
 DIMS = ("tp", "cp", "pp", "dp", "vp", "ep", "etp")
-_OF_TP = (
-    "sequence_parallel",
-    "distribute_saved_activations",
-)  # megatron-core refuses these without tensor parallelism
+# megatron-core refuses these without tensor parallelism.
+_OF_TP = ("sequence_parallel", "distribute_saved_activations")
 # Megatron-FSDP, by both of its names, and FSDP2: plain data parallelism would run instead.
 FULLY_SHARDED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 LOSS_PER_TOKEN = "calculate_per_token_loss"
