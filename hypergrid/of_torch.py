@@ -56,6 +56,11 @@ PARTS = {
         "tell the groups that torch knows, with their names, stores and backends",
         "no group can be created",
     ),
+    "coalescing": Part(
+        ("_coalescing_manager",),
+        "collects collectives that run together, and waits for them",
+        "verify does not see that a wait for several collectives is missing",
+    ),
     "names": Part(
         ("_world.group_count", "_process_group_name"),
         "new_group turns the running number of groups into the name",
@@ -510,6 +515,15 @@ def calls_of(group: Any) -> int | None:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
         return None
+
+
+def wrap_coalescing_manager(wrap: Callable[[Any], Any]) -> None:
+    """Replace the manager of coalesced collectives for whoever imports it from now on."""
+    if not has("coalescing"):
+        return
+    manager = wrap(c10d._coalescing_manager)
+    for module in (c10d, dist):
+        module._coalescing_manager = manager  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:

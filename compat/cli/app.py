@@ -356,13 +356,16 @@ def verify(
         list[str] | None,
         typer.Option(metavar="DIM", help="A dim that keeps the job's size, 'tp'; repeatable."),
     ] = None,
+    search: Annotated[
+        bool, typer.Option(help="Search for the smallest layout that differs; takes longer.")
+    ] = True,
     as_json: Json = False,
 ) -> int:
     """Compare a training step in the layout of a launch with the same step on one rank.
 
-    One optimizer step of a small model, with the command's flags, on one rank and in the layout: up
-    to 16 gloo processes on this machine's CPU. What differs is searched down to the smallest
-    layout that shows it.
+    Two optimizer steps of a small model, with the command's flags, on one rank and in the layout:
+    up to 16 gloo processes on this machine's CPU. What differs is printed to standard error, and is
+    then searched down to the smallest layout that shows it.
 
     Exit status 0 if nothing differs, 1 if something does, 2 if the layout cannot be verified.
     """
@@ -372,7 +375,7 @@ def verify(
         )
     # Python would end with status 1, which says that something differs.
     try:
-        return _verified(source, checkout, world_size, allow or (), keep or (), as_json)
+        return _verified(source, checkout, world_size, allow or (), keep or (), search, as_json)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise  # a file that cannot be read: the command's own sentence names it
@@ -385,6 +388,7 @@ def _verified(
     world_size: int | None,
     allow: Sequence[str],
     keep: Sequence[str],
+    search: bool,
     as_json: bool,
 ) -> int:
     from compat.cli.machine import refuse_without_torch
@@ -405,6 +409,8 @@ def _verified(
                 order=order,
                 allow=allow,
                 keep=keep,
+                smallest=search,
+                listen=lambda text: typer.echo(printable(text), err=True),
             )
         if as_json:
             prints.as_json({"changed": changed, **report.as_dict()})

@@ -21,6 +21,7 @@ BY_HAND = "give compat.verify a function that builds the model."
 INSTEAD: dict[str, Any] = {
     "apply_rope_fusion": False,
     "defer_embedding_wgrad_compute": False,
+    "delay_wgrad_compute": False,
     "fine_grained_activation_offloading": False,
     "fp4": None,
     "fp8": None,

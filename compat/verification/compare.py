@@ -22,6 +22,7 @@ MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
 _RESOLVED = 1e-5  # of a tensor's weights: a change that float32 resolves
 NOISE_FLOOR = 1e-3  # of a tensor's size: where more counts as rounding, nothing is verified
+_SPREAD = 4  # times the double error of a standard deviation: what chance does not do
 _TINY = 1e-30  # instead of a size of 0
 _SAME_FACTOR = 1e-3  # how near two factors are that count as the same
 # What is compared of each tensor, and where a step's results hold it.
@@ -190,7 +191,11 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
 
     The second step is compared only where the first agrees: it begins with what the first left.
     """
-    differing = [*_replicas_that_differ(ranks), *_parts_that_are_equal(ranks)]
+    differing = [
+        *_replicas_that_differ(ranks),
+        *_parts_that_are_equal(ranks),
+        *_spreads_that_differ(reference.computed, ranks),
+    ]
     first_step = _of_step(reference, layout, ranks)
     if first_step or reference.next_step is None:
         return differing + first_step
@@ -224,19 +229,17 @@ def _of_step(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
 
 def _replicas_that_differ(ranks: Sequence[Computed]) -> Iterator[Finding]:
     """Weights that replicas have initialised differently, before they got those of one rank."""
-    ranks_by_digest: dict[Place, dict[str, list[int]]] = {}
+    holders: dict[Place, dict[str, set[int]]] = {}
     for rank, computed in enumerate(ranks):
         for place, value in computed.own_initial.items():
-            digests = ranks_by_digest.setdefault(place, {})
-            equal_ranks = digests.setdefault(value.digest, [])
-            equal_ranks.append(rank)
+            holders.setdefault(place, {}).setdefault(value.digest, set()).add(rank)
     odd_ranks: dict[str, set[int]] = {}
-    for (name, _), digests in ranks_by_digest.items():
+    for (name, _), by_digest in holders.items():
         # The ranks that do not have what most have; of as many, the later ones.
-        majority = max(digests.values(), key=len)
-        for equal_ranks in digests.values():
-            if equal_ranks is not majority:
-                odd_ranks.setdefault(name, set()).update(equal_ranks)
+        majority = max(by_digest.values(), key=len)
+        odd = set().union(*by_digest.values()) - majority
+        if odd:
+            odd_ranks.setdefault(name, set()).update(odd)
     for name, rank_set in odd_ranks.items():
         yield _initial_value(name, rank_set, "differs between replicas")
 
@@ -262,6 +265,35 @@ def _parts_that_are_equal(ranks: Sequence[Computed]) -> Iterator[Finding]:
         if len(equal_places) > 1:
             tensor_name, _ = key
             yield _initial_value(tensor_name, holders[key], "is the same in two parts")
+
+
+def _spreads_that_differ(alone: Computed, ranks: Sequence[Computed]) -> Iterator[Finding]:
+    """Weights that the layout draws from a wider or narrower distribution than one rank does."""
+    right_squares = _squares([alone])
+    for name, (square, count) in _squares(ranks).items():
+        right_square, right_count = right_squares.get(name, (0.0, 0))
+        if min(square, right_square) == 0:
+            continue
+        # Twice the relative error of a standard deviation of so many numbers from a bell curve.
+        error = (2 / count + 2 / right_count) ** 0.5
+        factor = (square / count * right_count / right_square) ** 0.5
+        if abs(factor - 1) > _SPREAD * error:
+            meaning = f"has {factor:.2g} times the standard deviation of one rank's"
+            yield _initial_value(name, set(range(len(ranks))), meaning)
+
+
+def _squares(ranks: Sequence[Computed]) -> dict[str, tuple[float, int]]:
+    """The sum of squares of each drawn tensor and the count of its numbers, each part once."""
+    parts = {}
+    for computed in ranks:
+        for place, value in computed.own_initial.items():
+            if value.is_drawn:
+                parts[place] = value
+    squares: dict[str, tuple[float, int]] = {}
+    for (name, _), value in parts.items():
+        square, count = squares.get(name, (0.0, 0))
+        squares[name] = square + value.square, count + value.numel
+    return squares
 
 
 def _initial_value(name: str, ranks: set[int], meaning: str) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from compat.verification.arguments import BY_HAND, INSTEAD, check, parse
 from compat.verification.compare import same_results
-from compat.verification.layout import OF_SEVERAL, SIZES, Layout
+from compat.verification.layout import DIMS, OF_SEVERAL, SIZES, Layout
 from compat.verification.ranks import in_checkout, on_ranks
 from compat.verification.search import Report, reports
 from compat.verification.small_job import FIELD_OF, SHAPE, SmallJob, matches, small_job
@@ -48,19 +48,25 @@ def verify_line(
     order: str | None = None,
     allow: Sequence[str] = (),
     keep: Sequence[str] = (),
+    smallest: bool = True,
+    listen: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[str], Report]:
     """Verify the job that ``script WORDS`` starts on so many ranks: ``pretrain_gpt.py --lr 1``.
 
     ``checkout`` is one of Megatron-LM: the wheel of megatron-core has no ``megatron.training``.
     ``order`` takes precedence over that of the arguments. Dims in ``keep`` have the job's size.
-    Gives what was made smaller or left out, in words, and the report.
+    Gives what was made smaller or left out, in words, and the report. ``smallest`` searches for the
+    smallest layout that differs; ``listen`` is told the verdict before, and how the search goes on.
 
     Raises
     ------
     ValueError
-        ``checkout`` is none, Megatron's own parser or its checks refuse the arguments, or the
-        script trains another model than a GPT.
+        ``checkout`` is none, a name in ``keep`` is no dim, Megatron's own parser or its checks
+        refuse the arguments, or the script trains another model than a GPT.
     """
+    for dim in keep:
+        if dim not in DIMS:
+            raise ValueError(f"--keep {dim} is no dim; allowed: {', '.join(DIMS)}.")
     name = Path(script).name
     if name.startswith(tuple(f"pretrain_{model}" for model in _OTHER_MODELS)):
         raise ValueError(f"{name} trains no GPT: {BY_HAND}")
@@ -71,7 +77,9 @@ def verify_line(
 
     has_script = name in _SCRIPTS and (checkout / name).is_file()
     line = Line(tuple(words), world_size, order, tuple(keep), name if has_script else "")
-    return in_checkout(partial(_verified, line, name, tuple(allow)), checkout)
+    # Only hypergrid's launcher gives an order: such a job runs hypergrid's parallel_state.
+    body = partial(_verified, line, name, tuple(allow), smallest)
+    return in_checkout(body, checkout, order is not None, listen)
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,12 @@ class Line:
         return small_job(check(parsed), self.order, self.keep, self.script)
 
 
-def _verified(line: Line, name: str, allow: Sequence[str]) -> tuple[list[str], Report]:
+def _verified(
+    line: Line, name: str, allow: Sequence[str], search: bool
+) -> tuple[list[str], Report]:
     parsed, parser = parse(line.words, line.world_size)
     job = line.small_job(parsed)
-    (report,) = reports(job.task, [job.layout], allow)
+    (report,) = reports(job.task, [job.layout], allow, search)
     if not report.refused:
         job.changed.extend(_treatments(line, parsed, parser, job))
     if not line.script:

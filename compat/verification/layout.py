@@ -16,7 +16,8 @@ SIZES = {
     "etp": "expert_tensor_parallel_size",
 }
 DIMS = ("tp", "cp", "pp", "dp", "vp", "ep", "etp")
-_OF_TP = ("sequence_parallel",)  # megatron-core refuses these without tensor parallelism
+# megatron-core refuses these without tensor parallelism.
+_OF_TP = ("sequence_parallel", "distribute_saved_activations")
 # Megatron-FSDP, by both of its names, and FSDP2: plain data parallelism would run instead.
 FULLY_SHARDED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 LOSS_PER_TOKEN = "calculate_per_token_loss"
@@ -27,6 +28,7 @@ OF_SEVERAL = (
     *("use_distributed_optimizer", INSTANCES),
     *("overlap_grad_reduce", "overlap_param_gather", "data_parallel_random_init"),
     *("average_in_collective", "bucket_size", "moe_token_dispatcher_type"),
+    "moe_shared_expert_overlap",
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import torch
 
+from compat.verification.late import deliver_at_wait
 from hypergrid import of_torch
 
 
@@ -65,6 +66,7 @@ def adapt() -> None:
     distributed.all_to_all_single = _with_lists(distributed.all_to_all_single)
     distributed.all_gather = _of_any_sizes(distributed.all_gather)
     distributed.reduce_scatter = _sum_of_any_sizes(distributed.reduce_scatter)
+    deliver_at_wait()
 
 
 class _NoStream:
@@ -172,14 +174,8 @@ def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
 def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """The specification of this stage's layers, for megatron-core without Transformer Engine."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
 
-    # A name that the router reads, and that 0.16 gets from Transformer Engine alone.
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    # The class by which multi-latent attention knows a layer that is not split.
-    latent: Any = multi_latent_attention
-    latent.TELinear = WholeLinear
+    replace_parts()
     where = {
         "normalization": config.normalization,
         "qk_l2_norm": getattr(config, "qk_l2_norm", False),
@@ -198,11 +194,7 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
 def predicting_layers(config: Any, block: Any, vp_stage: int | None, pp_rank: int) -> Any:
     """The specification of this stage's layers that predict further tokens; None without any."""
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer import multi_token_prediction
 
-    # From 0.19 on it asks for a class that exists only with Transformer Engine.
-    layers: Any = multi_token_prediction
-    layers.is_inference_column_parallel_linear = lambda _: False
     where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
     function = gpt_layer_specs.get_gpt_mtp_block_spec
     predicting = function(config, block, False, **taken(function, where))
@@ -254,36 +246,93 @@ class WholeLinear(torch.nn.Module):
         return torch.nn.functional.linear(features, self.weight), None
 
 
-def draw_on_cpu() -> None:
-    """Let megatron-core's tracker of generators set the CPU's state."""
-    module: Any = import_module("megatron.core.tensor_parallel.random")
-    module._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+class Replaced(NamedTuple):
+    """A name in a module of megatron-core that has another value here."""
+
+    module: str  # below megatron.core
+    name: str
+    by: Callable[[Any], Any]  # gives the new value, and takes the old one; None if there is none
+    does: str  # instead, and why
+    on_two_ranks: str  # why the results of several ranks are still megatron-core's
 
 
-def let_one_rank_sum() -> None:
-    """Let experts with biases, and losses of gathered logits, run on one rank.
-
-    megatron-core's sum over one rank returns its input as it is, the experts' layer then adds the
-    bias in place, and autograd refuses that. So it does where a loss changes gathered logits.
-    """
-    layers: Any = import_module("megatron.core.tensor_parallel.layers")
-    for name in (
-        "reduce_from_tensor_model_parallel_region",
-        "reduce_scatter_to_sequence_parallel_region",
-        "gather_from_tensor_model_parallel_region",
-    ):
-        setattr(layers, name, _unless_alone(getattr(layers, name)))
+def _set_cpu_state(set_gpu_state: Callable[..., None]) -> Callable[..., None]:
+    if torch.cuda.is_available():
+        return set_gpu_state
+    return lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``reduce``, and the identity in a group of one rank: there its gradient is the same."""
+    signature = inspect.signature(reduce)
+
     @functools.wraps(reduce)
-    def reduced(input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output = reduce(input_, *args, **kwargs)
-        if output.data_ptr() == input_.data_ptr():
-            return input_
-        return output
+    def reduced(*args: Any, **kwargs: Any) -> torch.Tensor:
+        arguments = signature.bind(*args, **kwargs).arguments
+        group = arguments.get("group")
+        if group is None:
+            group = import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
+        if group.size() == 1:
+            return arguments["input_"]
+        return reduce(*args, **kwargs)
 
     return reduced
+
+
+# Experts' layers, and losses of gathered logits, change in place what this function returns. In a
+# group of one rank it returns its input, of which autograd then refuses the change.
+_GIVES_ITS_INPUT = "gives its input in a group of one rank, which autograd lets callers change"
+_AS_IT_IS = "a group of two or more runs megatron-core's own, forward and backward"
+# All that is replaced in megatron-core itself. The layers of a specification are not in this list:
+# a specification exists to be given other layers.
+REPLACED = (
+    *(
+        Replaced("tensor_parallel.layers", name, _unless_alone, _GIVES_ITS_INPUT, _AS_IT_IS)
+        for name in (
+            "reduce_from_tensor_model_parallel_region",
+            "reduce_scatter_to_sequence_parallel_region",
+            "gather_from_tensor_model_parallel_region",
+        )
+    ),
+    Replaced(
+        "tensor_parallel.random",
+        "_set_cuda_rng_state",
+        _set_cpu_state,
+        "sets the state of the CPU's generator where there is no GPU",
+        "a state belongs to one rank",
+    ),
+    Replaced(
+        "transformer.multi_latent_attention",
+        "TELinear",
+        lambda _: WholeLinear,
+        "is the class by which the module knows a layer that is not split",
+        "each rank holds the layer whole; its gradient is summed by megatron-core",
+    ),
+    Replaced(
+        "transformer.moe.moe_utils",
+        "te_general_gemm",
+        lambda function: function,
+        "is None without Transformer Engine, where 0.16 has no such name",
+        "the router then multiplies with torch",
+    ),
+    Replaced(
+        "transformer.multi_token_prediction",
+        "is_inference_column_parallel_linear",
+        lambda _: lambda _: False,
+        "knows no layer for inference, whose class needs Transformer Engine",
+        "a training job has no such layer",
+    ),
+)
+
+
+@functools.cache
+def replace_parts() -> None:
+    """Put in place what ``REPLACED`` lists, in the modules that this release has; once."""
+    for replaced in REPLACED:
+        with contextlib.suppress(ModuleNotFoundError):
+            module = import_module(f"megatron.core.{replaced.module}")
+            original = getattr(module, replaced.name, None)
+            setattr(module, replaced.name, replaced.by(original))
 
 
 def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ with their parent.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import pickle
@@ -65,48 +66,72 @@ def in_child(body: Callable[[], T]) -> T:
         return _outcome(outcome_file)
 
 
-def in_checkout(body: Callable[[], T], checkout: Path) -> T:
+def in_checkout(
+    body: Callable[[], T],
+    checkout: Path,
+    is_replaced: bool = False,
+    listen: Callable[[str], None] = lambda _: None,
+) -> T:
     """Run ``body``, which can be pickled, in a new process that imports megatron of ``checkout``.
 
+    Its ``parallel_state`` is the checkout's own, or hypergrid's if the job replaces it. ``listen``
+    is called with each text that ``body`` gives to ``say``, at once.
     A forked process would keep the modules that this one has imported from elsewhere.
     """
     with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
         request = Path(directory, "request")
-        request.write_bytes(pickle.dumps((body, checkout)))
+        request.write_bytes(pickle.dumps((body, checkout, is_replaced)))
         search_path = [str(checkout.resolve()), *sys.path]
-        arguments = ["\n".join(search_path), directory, str(os.getpid())]
+        read_end, write_end = os.pipe()
+        arguments = ["\n".join(search_path), directory, str(os.getpid()), str(write_end)]
         # What Megatron prints is no part of the report, which may be JSON.
         process = subprocess.Popen(
             [sys.executable, "-c", _NEW_PROCESS, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            pass_fds=[write_end],
         )
+        os.close(write_end)
         try:
+            # The pipe ends with the process and its ranks.
+            with os.fdopen(read_end) as progress:
+                for line in progress:
+                    listen(json.loads(line))
             process.wait()
         finally:
             process.kill()
         return _outcome(Path(directory, "outcome"))
 
 
+_listeners: list[int] = []  # where the new process writes what ``say`` is given
+
+
+def say(text: str) -> None:
+    """Give a text to the process that verifies, while this one still works."""
+    for write_end in _listeners:
+        os.write(write_end, f"{json.dumps(text)}\n".encode())
+
+
 # The path is replaced before anything is imported: -c puts the current directory first.
 _NEW_PROCESS = (
     "import sys; sys.path[:] = sys.argv[1].split(chr(10)); "
-    "from compat.verification.ranks import answer; answer(sys.argv[2], int(sys.argv[3]))"
+    "from compat.verification.ranks import answer; answer(sys.argv[2], *map(int, sys.argv[3:]))"
 )
 
 
-def answer(directory: str, parent: int) -> None:
+def answer(directory: str, parent: int, write_end: int) -> None:
     """Answer the request in this directory, in the new process of ``in_checkout``."""
     _end_with_parent(parent)
+    _listeners.append(write_end)
 
     def answered() -> Any:
-        body, checkout = pickle.loads(Path(directory, "request").read_bytes())
-        return _adapted(body, checkout)
+        body, checkout, is_replaced = pickle.loads(Path(directory, "request").read_bytes())
+        return _adapted(body, checkout, is_replaced)
 
     _write(answered, Path(directory, "outcome"), ValueError)
 
 
-def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
+def _adapted(body: Callable[[], T], checkout: Path | None = None, is_replaced: bool = True) -> T:
     import torch
 
     cuda: Any = torch.cuda
@@ -121,7 +146,7 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     logging.disable(logging.ERROR)  # megatron-core's advice, once for each rank and step
     on_cpu.adapt()
-    if "megatron.core.parallel_state" not in sys.modules:
+    if is_replaced and "megatron.core.parallel_state" not in sys.modules:
         install()
     try:
         for name in _IMPORTED:  # once, before ranks are forked
@@ -131,8 +156,7 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None) -> T:
     core = Path(str(sys.modules["megatron.core"].__file__)).parent
     if checkout is not None and core != checkout.resolve() / "megatron" / "core":
         raise ValueError(f"megatron.core was imported from {core}, not from {checkout}.")
-    on_cpu.draw_on_cpu()
-    on_cpu.let_one_rank_sum()
+    on_cpu.replace_parts()
     return body()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from compat.verification.compare import (
     unmoved,
 )
 from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
-from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks
+from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks, say
 from compat.verification.step import (
     PLAIN,
     RANDOM_INIT,
@@ -70,7 +71,7 @@ class Report:
     seconds: float
     refused: str = ""  # why the model cannot have this layout
     trace: str = ""  # of the rank that refused
-    not_covered = NOT_COVERED
+    not_covered: tuple[str, ...] = NOT_COVERED
 
     @property
     def agrees(self) -> bool:
@@ -202,6 +203,14 @@ def reports(
     return [job.report(layout, smallest) for layout in layouts]
 
 
+def _not_covered() -> tuple[str, ...]:
+    """What did not run, also because something else ran instead."""
+    state = sys.modules["megatron.core.parallel_state"]
+    if state.__name__ == "megatron.core.parallel_state":
+        return NOT_COVERED
+    return (*NOT_COVERED, f"megatron.core.parallel_state ({state.__name__} ran instead)")
+
+
 def _check(task: Task, layout: Layout) -> None:
     if layout.world_size > MAX_RANKS:
         raise ValueError(
@@ -271,13 +280,18 @@ class _Job:
             refused = ""
             if not wrong:
                 refused = self._worthless(layout)
-            least: list[Smallest] = []
-            if smallest:
-                least.extend(self._all_smallest(layout, wrong))
             tolerance = self.reference(layout.alone()).tolerance
-            report = Report(layout, wrong, allowed, least, tolerance, 0, 0, refused)
-        steps = self.steps - steps_before
-        return replace(report, steps=steps, seconds=time.monotonic() - start)
+            report = Report(layout, wrong, allowed, [], tolerance, 0, 0, refused)
+            if smallest and wrong:
+                # The search takes longer than the verdict, which is known already.
+                say(f"{report}\nSearching for the smallest layout that differs ...")
+                report.smallest.extend(self._all_smallest(layout, wrong))
+        return replace(
+            report,
+            steps=self.steps - steps_before,
+            seconds=time.monotonic() - start,
+            not_covered=_not_covered(),
+        )
 
     def _sorted(self, differing: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
         """The findings that are wrong, and those that are allowed."""
@@ -385,6 +399,7 @@ class _Job:
     def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
         needed: dict[str, str] = {}
         for name, trial in layout.smaller():
+            say(f"  {layout}: does it differ without {name}?")
             differing = self.differing(trial)
             if isinstance(differing, Refused):
                 needed[name] = f"refused: {differing}"

@@ -16,7 +16,12 @@ from compat.verification.script import Script
 from compat.verification.step import Task
 from compat.verification.structure import small_layout
 
+# Sizes of the small model are unlike each other, and unlike the number of heads and of their
+# groups, 6 and 3 for each tp rank: code that takes one for another must compute something else.
 _HEAD = 8  # the size of an attention head
+_VOCAB_FOR_EACH_RANK = 56
+_SAMPLES = 2  # of a micro batch
+_LEAST_LENGTH = 40
 # Fields of TransformerConfig that the small model sets itself.
 SHAPE = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -34,7 +39,7 @@ _HOW = (
     *("memory_efficient_layer_norm", "barrier_with_L1_time", "use_ring_exchange_p2p"),
     *("moe_*_backend", "moe_flex*", "moe_deepep*", "moe_hybridep*", "variable_seq_lengths"),
     *("external_cuda_graph", "flash_decode", "batch_invariant_mode", "disable_parameter_*"),
-    *("enable_autocast", "use_kitchen*", "*_sync_func", "distribute_saved_activations"),
+    *("enable_autocast", "use_kitchen*", "*_sync_func"),
     *("attention_softmax_in_fp32", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
     "delay_wgrad_compute",
 )
@@ -90,18 +95,15 @@ def small_job(
     layout = small_layout(args, keep, changed)
     if order is not None:
         layout = replace(layout, order=order)
-    sizes = _sizes(args, layout)
+    sizes = _sizes(args, layout, changed)
     options = {**layout.options, **_options(args, sizes, changed)}
     if args.config.num_moe_experts:
         options |= _experts(args.config, layout, sizes)
-    _split_pipeline_unevenly(args, layout, sizes, options)
+    _split_pipeline_unevenly(args, layout, sizes, options, changed)
     layout = replace(layout, options=options)
 
-    # Divisible by the chunks of cp and by tp.
-    length = 32
-    if layout.tp % 3 == 0 or layout.cp % 3 == 0:
-        length = 48
-    vocab = 64 * layout.tp
+    vocab = _VOCAB_FOR_EACH_RANK * layout.tp
+    length = _length(layout)
     model = {
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "position_embedding_type": args.position_embedding_type,
@@ -112,10 +114,11 @@ def small_job(
         "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
     }
     build = partial(small_gpt, seq_length=length, vocab=vocab, sizes=sizes, model=model)
-    # Two for each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
-    micro_batches = 2 * layout.dp
+    # Of each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
+    micro_batches = _unlike(2, (layout.tp, layout.cp, layout.dp))
     if layout.vp:
-        micro_batches *= layout.pp
+        micro_batches = 2 * layout.pp
+    micro_batches *= layout.dp
     parts = 1
     if layout.cp > 1 and not options.get(LOSS_PER_TOKEN):
         # Megatron then averages the means of the ranks' parts: another loss, if counts differ.
@@ -124,7 +127,7 @@ def small_job(
             "each cp rank has the same number of unmasked tokens: without "
             "--calculate-per-token-loss Megatron weighs them unequally otherwise"
         )
-    batch = uneven_batch(max(micro_batches, 4), 2, length, vocab, parts)
+    batch = uneven_batch(max(micro_batches, 4), _SAMPLES, length, vocab, parts)
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {length} tokens")
     task = Task(build, batch)
@@ -133,15 +136,41 @@ def small_job(
     return SmallJob(task, layout, changed)
 
 
-def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
+def _unlike(least: int, sizes: Iterable[int], step: int = 1) -> int:
+    """The first of ``least``, ``least + step`` ... that none of the ``sizes`` is."""
+    size = least
+    while size in sizes:
+        size += step
+    return size
+
+
+def _length(layout: Layout) -> int:
+    """The tokens of a sample: divisible by the chunks of cp and by tp, and like no other size.
+
+    A multiple of 5, as the tokens of each rank are: those of hidden size and vocabulary are not.
+    """
+    unit = 2 * layout.cp * layout.tp * 5
+    return unit * -(-_LEAST_LENGTH // unit)
+
+
+def _sizes(args: Any, layout: Layout, changed: list[str]) -> dict[str, Any]:
     config = args.config
-    heads = 4 * layout.tp
+    heads = 6 * layout.tp
     groups = getattr(config, "num_query_groups", None)
     query_groups = None
     if groups not in (None, config.num_attention_heads):
-        query_groups = 2 * layout.tp
-    # Two layers on each stage, and one in each chunk of an interleaved pipeline.
-    num_layers = layout.pp * (layout.vp or 2)
+        query_groups = 3 * layout.tp
+        # Several ranks of the job hold the keys and values of one group.
+        if groups < config.tensor_model_parallel_size:
+            if layout.tp % 2 == 0:
+                query_groups = layout.tp // 2
+            else:
+                changed.append("not kept: query groups fewer than tp; --keep tp keeps them")
+    # Two layers on each stage, or one or two in each chunk of an interleaved pipeline.
+    num_layers = layout.pp * 2
+    if layout.vp:
+        chunks = config.pipeline_model_parallel_size * config.virtual_pipeline_model_parallel_size
+        num_layers = layout.pp * layout.vp * min(2, max(1, config.num_layers // chunks))
     for name in _IN_PLACE_OF_LAYERS:
         if layout.pp > 1 and getattr(config, name, False):
             num_layers -= 1
@@ -163,9 +192,15 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
         options["moe_router_group_topk"] = 1
         least = 2 * max(topk, 2)
     for_each_rank = max(2, -(-least // layout.ep))
+    step = 1
+    if "moe_router_num_groups" in options:
+        step = 2  # both groups have as many experts, also where ep is odd
+        for_each_rank += for_each_rank % 2
+    other_sizes = (layout.tp, layout.cp, layout.dp, layout.ep, topk)
+    for_each_rank = _unlike(for_each_rank, other_sizes, step)
     options["num_moe_experts"] = layout.ep * for_each_rank
     if getattr(config, "moe_shared_expert_intermediate_size", None):
-        options["moe_shared_expert_intermediate_size"] = sizes["hidden_size"]
+        options["moe_shared_expert_intermediate_size"] = 2 * sizes["hidden_size"]
     if getattr(config, "moe_latent_size", None):
         options["moe_latent_size"] = sizes["hidden_size"] // 2
     if isinstance(config.moe_layer_freq, list):
@@ -178,14 +213,22 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
 
 
 def _split_pipeline_unevenly(
-    args: Any, layout: Layout, sizes: dict[str, Any], options: dict[str, Any]
+    args: Any,
+    layout: Layout,
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+    changed: list[str],
 ) -> None:
     """Give the first or last stage one layer, where the job gives it another number."""
-    if layout.pp == 1 or layout.vp:
+    if layout.pp == 1:
         return
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if not getattr(args.config, name, None):
+            continue
+        if layout.vp:
+            changed.append(f"not kept: {name}, as chunks of the small model have equal depth")
         # With two stages, the other one already has another number.
-        if getattr(args.config, name, None) and (layout.pp > 2 or sizes["num_layers"] % 2 == 0):
+        elif layout.pp > 2 or sizes["num_layers"] % 2 == 0:
             options[name] = 1
             sizes["num_layers"] -= 1
 
@@ -209,8 +252,10 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         is_function = field.name in ("activation_func", "window_attn_skip_freq")
         if field.name == "window_size" and value is not None:
             options[field.name] = (4, 0)
-        elif field.name in ("recompute_num_layers", "mtp_num_layers") and value:
+        elif field.name == "recompute_num_layers" and value:
             options[field.name] = 1
+        elif field.name == "mtp_num_layers" and value:
+            options[field.name] = min(value, 2)
         elif field.name == "moe_layer_freq" and not is_plain:
             continue  # a pattern: the small model has the part of it that its layers need
         elif value == "flex":
@@ -231,6 +276,8 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             options[field_name] = True
         elif name == "ddp_bucket_size" and value:
             options[field_name] = _BUCKET_SIZE
+    if options.get("overlap_grad_reduce"):
+        options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":
         left_out.append(f"optimizer={args.optimizer}")
     if left_out:

@@ -52,6 +52,8 @@ class InitialValue(NamedTuple):
 
     digest: str
     is_drawn: bool  # and not the same number everywhere, as the weight of a norm
+    square: float  # the sum of its squares
+    numel: int
 
 
 class MicroBatchLoss(NamedTuple):
@@ -208,9 +210,19 @@ def _take_steps(
     _step(task, layout, computed, chunks, model, optimizer, numbers, state)
     if not variant.planted:
         computed.next_step = Computed(initial=_pieces(chunks))
+        if "clip_grad" not in layout.options:
+            _clip_at(computed.norm / 2, optimizer)
         _step(task, layout, computed.next_step, chunks, model, optimizer, numbers, state)
         _count_parameters(computed.next_step, chunks, optimizer)
     return computed
+
+
+def _clip_at(norm: float, optimizer: Any) -> None:
+    """Let the next step clip gradients; the first leaves them as they are, to compare the norm."""
+    if not 0 < norm < float("inf"):
+        return
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.config.clip_grad = norm
 
 
 def _of_chunks(functions: Sequence[Any]) -> Any:
@@ -237,27 +249,30 @@ def _step(
         wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     samples, length = task.shape
-    # Each chunk of an interleaved pipeline takes the micro batches by itself.
-    micro_batches = [iter(numbers) for _ in model]
-    forward_backward = get_forward_backward_func()
-    forward_backward(
-        forward_step_func=_forward_step(task, layout, chunks[0].config, computed, state),
-        data_iterator=_of_chunks(micro_batches),
-        model=list(model),
-        num_microbatches=len(numbers),
-        seq_length=length,
-        micro_batch_size=samples,
-        forward_only=False,
-    )
-    _gather_sharded(model)
-    with _holding(_gradients(chunks)):
+
+    def run(results: Computed, forward_only: bool) -> None:
+        # Each chunk of an interleaved pipeline takes the micro batches by itself.
+        micro_batches = [iter(numbers) for _ in model]
+        get_forward_backward_func()(
+            forward_step_func=_forward_step(task, layout, chunks[0].config, results, state),
+            data_iterator=_of_chunks(micro_batches),
+            model=list(model),
+            num_microbatches=len(numbers),
+            seq_length=length,
+            micro_batch_size=samples,
+            forward_only=forward_only,
+        )
+
+    run(computed, forward_only=False)
+    with _whole_gradients(model), _holding(_gradients(chunks)):
         computed.gradients = _pieces(chunks)
     _, norm, _ = optimizer.step()
     computed.norm = float(norm)
-    for wrapped in model:
-        # With overlap, parameters are gathered in the next forward pass.
-        if wrapped.ddp_config.overlap_param_gather:
-            wrapped.start_param_sync(force_sync=True)
+    if model[0].ddp_config.overlap_param_gather:
+        # megatron-core gathers parameters in the hooks of the next forward pass. Gathered here
+        # instead, a hook that gathers nothing would not be seen.
+        with torch.no_grad():
+            run(Computed(), forward_only=True)
     weights_before = {piece.place: piece.value for piece in computed.initial}
     for piece in _pieces(chunks):
         update = piece.value - weights_before[piece.place]
@@ -338,7 +353,8 @@ def _initial_values(chunks: Sequence[Any]) -> dict[Place, InitialValue]:
         content = piece.value.contiguous().numpy().tobytes()
         digest = hashlib.sha256(content).hexdigest()
         is_drawn = bool(piece.value.min() < piece.value.max())
-        values[piece.place] = InitialValue(digest, is_drawn)
+        square = float(piece.value.double().square().sum())
+        values[piece.place] = InitialValue(digest, is_drawn, square, piece.value.numel())
     return values
 
 
@@ -495,16 +511,29 @@ def _of_cp_rank(value: Any, rank: int, size: int) -> Any:
     return torch.cat([chunks[early], chunks[late]], dim=1)
 
 
-def _gather_sharded(model: Iterable[Any]) -> None:
-    """Complete gradients of which the distributed optimizer leaves each rank its part only."""
+@contextmanager
+def _whole_gradients(model: Iterable[Any]) -> Iterator[None]:
+    """Gradient buffers are complete meanwhile; the distributed optimizer leaves each rank its part.
+
+    Afterwards they are as they were: an optimizer that reads another part than its own must not
+    find it complete.
+    """
+    partial_gradients = []
     for chunk in model:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group = buckets.intra_distributed_optimizer_instance_group
             for bucket in buckets.buckets:
-                parts = bucket.grad_data.chunk(group.size())
-                dist.all_gather(list(parts), parts[group.rank()].clone(), group=group)
+                gradients = bucket.grad_data.clone()
+                partial_gradients.append((bucket.grad_data, gradients))
+                parts = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(parts, gradients.chunk(group.size())[group.rank()], group=group)
+    try:
+        yield
+    finally:
+        for buffer, gradients in partial_gradients:
+            buffer.copy_(gradients)
 
 
 @contextmanager

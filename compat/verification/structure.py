@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 from compat.megatron.request import Request
 from compat.megatron.rows import PlannedRows
-from compat.verification.layout import DIMS, INSTANCES, SIZES, Layout
+from compat.verification.layout import INSTANCES, SIZES, Layout
 from compat.verification.ranks import MAX_RANKS
 from hypergrid.messages import few
 
@@ -41,13 +41,9 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     Raises
     ------
     ValueError
-        A name in ``keep`` is no dim, or the kept dims need more than 16 ranks.
+        The kept dims need more than 16 ranks.
     """
     job = _job_sizes(args)
-    for name in keep:
-        if name not in DIMS:
-            raise ValueError(f"--keep {name} is no dim; allowed: {', '.join(DIMS)}.")
-
     order = Layout.order
     if getattr(args, "use_tp_pp_dp_mapping", False):
         order = "tp-cp-ep-pp-dp"
@@ -61,9 +57,10 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
         members = _members(sizes, has_experts, order)
         differences = list(_differences(members_in_job, members, job, sizes))
         counts = Counter(difference.severity for difference in differences)
-        # The fewest of the worst differences; then the fewest ranks, and the least ep.
+        # The fewest of the worst differences, then of equal sizes; the fewest ranks; the least ep.
         worst_first = [counts[severity] for severity in _SEVERITIES]
-        rank = (*worst_first, _ranks(sizes), sizes["ep"])
+        equal = len(_equal_dims(job, sizes))
+        rank = (*worst_first, equal, _ranks(sizes), sizes["ep"])
         if best is None or rank < best.rank:
             best = _Candidate(rank, sizes, differences)
     if best is None:
@@ -76,6 +73,12 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
         notes.extend(_consequences(best.differences))
+        equal_dims = _equal_dims(job, best.sizes)
+        if equal_dims:
+            notes.append(
+                f"equal sizes, which differ in the job, so a fault that takes one for the other is "
+                f"not seen: {few(equal_dims)}"
+            )
 
     small: dict[str, int | None] = dict(best.sizes)
     options = {}
@@ -87,6 +90,15 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     if small["etp"] == small["tp"]:
         small["etp"] = None
     return Layout(**small, order=order, options=options)  # type: ignore[arg-type]
+
+
+def _equal_dims(job: Mapping[str, int], small: Mapping[str, int]) -> list[str]:
+    """Pairs of dims that have one size in the small layout alone, as ``cp and dp``."""
+    pairs = []
+    for first, second in combinations(("tp", "cp", "pp", "dp", "ep"), 2):
+        if small[first] == small[second] > 1 and job[first] != job[second]:
+            pairs.append(f"{first} and {second}")
+    return pairs
 
 
 def _job_sizes(args: Any) -> dict[str, int]:

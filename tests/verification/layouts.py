@@ -18,6 +18,10 @@ from tests.support import table
 TOKENS = {"calculate_per_token_loss": True}
 SHARDED = {"sequence_parallel": True}
 OPTIMIZER = {"use_distributed_optimizer": True}
+GATHERED = {
+    **OPTIMIZER,
+    **{"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10_000},
+}
 EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False}
 AUX = {**EXPERTS, "moe_aux_loss_coeff": 1e-2}
 

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -19,8 +20,10 @@ from compat.verification import Layout
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
 from compat.verification.launch import verify_line
 from compat.verification.layout import SIZES
+from compat.verification.on_cpu import REPLACED
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
+from compat.verification.small_job import _length
 from compat.verification.step import Task
 from compat.verification.structure import small_layout
 from tests.support import ROOT, stock, table, warm
@@ -90,6 +93,11 @@ def _of_features():
         return {name: job.report(layout, smallest=False) for name, layout in FEATURES.items()}
 
     return in_child(judged)
+
+
+@pytest.mark.parametrize("replaced", REPLACED, ids=lambda replaced: replaced.name)
+def test_what_is_replaced_in_megatron_core_is_in_the_documents_table(replaced):
+    assert f"| `{replaced.module}.{replaced.name}` | {replaced.does} |" in DOCUMENT
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -344,6 +352,15 @@ def test_a_small_layout_keeps_a_jobs_groups_or_says_what_is_lost(job, small, tex
     assert text in "; ".join(notes or "-")
 
 
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (3, 3), (4, 2), (8, 1), (2, 8)])
+def test_a_small_jobs_tokens_divide_and_are_like_no_other_size(tp, cp):
+    length = _length(Layout(tp=tp, cp=cp))
+    assert length % (2 * cp * tp) == 0
+    sizes = [48 * tp, 48, 56 * tp, 56]  # of hidden features and words of the vocabulary
+    for part in (length, length // cp, length // cp // tp):
+        assert part not in sizes and 2 * part not in sizes
+
+
 STUB = """
 import argparse
 import megatron.core
@@ -398,6 +415,54 @@ def test_the_checkout_decides_whichever_megatron_core_is_loaded(checkout, monkey
     monkeypatch.setitem(sys.modules, "megatron.core", loaded)
     with pytest.raises(ValueError, match=f"refuses the arguments: AssertionError: of {release}"):
         verify_line("", ["--fails"], 2, checkout)
+
+
+def edit(checkout, name, old, new):
+    """Change the first ``old`` in a copy of the checkout's megatron-core."""
+    core = checkout / "megatron" / "core"
+    source = core.resolve()
+    core.unlink()
+    shutil.copytree(source, core)
+    text = (core / name).read_text()
+    assert old in text
+    (core / name).write_text(text.replace(old, new, 1))
+
+
+def test_the_verdict_is_told_before_the_search_which_can_be_left_out(checkout):
+    factor = "torch.distributed.get_world_size()"
+    edit(
+        checkout,
+        "distributed/finalize_model_grads.py",
+        "def finalize_model_grads(",
+        "def finalize_model_grads(*a, **k):\n"
+        "    for chunk in a[0]:\n"
+        f"        for buffer in chunk.buffers: buffer.grad_data *= {factor}\n"
+        "    return _finalize_model_grads(*a, **k)\n"
+        "def _finalize_model_grads(",
+    )
+    words = ["--tensor-model-parallel-size", "2", "--num-layers", "2"]
+    heard = []
+    _, report = verify_line("pretrain_gpt.py", words, 2, checkout, listen=heard.append)
+    assert report.smallest
+    assert "do not compute what one rank computes" in heard[0]
+    assert "Searching" in heard[0] and "does it differ without tp=2?" in heard[1]
+    heard.clear()
+    _, report = verify_line(
+        "pretrain_gpt.py", words, 2, checkout, smallest=False, listen=heard.append
+    )
+    assert report.findings and not report.smallest and not heard
+
+
+def test_the_groups_are_those_of_the_checkout_or_the_report_names_the_module(checkout):
+    check = "assert torch.distributed.is_initialized()"
+    edit(checkout, "parallel_state.py", check, "assert not 'of the checkout'")
+    words = ["--tensor-model-parallel-size", "2", "--num-layers", "2"]
+    _, report = verify_line("pretrain_gpt.py", words, 2, checkout)
+    assert "of the checkout" in report.refused
+    # A job of hypergrid's launcher has hypergrid's groups.
+    _, report = verify_line("pretrain_gpt.py", words, 2, checkout, order=Layout.order)
+    assert report.agrees, str(report)
+    assert "megatron.core.parallel_state (compat.parallel_state ran instead)" in str(report)
 
 
 @pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
