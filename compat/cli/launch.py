@@ -139,7 +139,12 @@ def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
         order = Option("HYPERGRID_ORDER", SIZES["order"], [variables["HYPERGRID_ORDER"]])
         reader.read(order, reader.settings)
     launchers = read_programs(reader, launch.programs, variables)
-    for option in options_of(launch.words, OF_SCRIPT)[0]:
+    table = dict(OF_SCRIPT)
+    if launch.has_launcher:
+        # Of the script's own flags none says how many ranks its launcher starts.
+        for name in ("world-size", "gpus-per-node", "nvlink-domain"):
+            table[name] = Flag("1")
+    for option in options_of(launch.words, table)[0]:
         reader.read(option, reader.settings)
     reader.finish()
     if launchers:

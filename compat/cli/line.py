@@ -62,6 +62,8 @@ def _words(line: str) -> list[tuple[str, str]]:
     """The words of a line, and how each is written."""
     if len(line) > LONGEST:
         raise JobError(f"the launch line is longer than {LONGEST:,} characters.")
+    if "\r" in line:
+        raise JobError("the launch line has carriage returns: give it lines that end as on Linux.")
     line = line.strip()
     words = []
     word: str | None = None  # None between two words; '' is a word that is empty
@@ -100,7 +102,7 @@ def _not_decided(line: str, place: int) -> JobError:
     written = re.match(r"\S*", line[start:])
     assert written is not None  # it may be empty
     text = written[0] or line[place]
-    if line[place] in "\r\n":
+    if line[place] == "\n":
         return JobError(
             "the launch line has several lines. Join them by a backslash at the end of each, or "
             "give the script to `hypergrid check --run SCRIPT`."

@@ -25,7 +25,7 @@ from compat.planned.checks import Finding
 from compat.planned.layouts import SHARDS, has_experts
 from compat.planned.orders import RankedOrder
 from hypergrid.hangs.verdict import Diagnosis
-from hypergrid.messages import few, printable
+from hypergrid.messages import few, one_line, printable
 from hypergrid.policy import Policy
 from hypergrid.show.audit import Audit
 from hypergrid.show.diff import Difference
@@ -131,7 +131,7 @@ def _rests_on(out: Console, subject: PlannedJob, found: Sequence[Finding]) -> No
             if reading == "without effect":
                 flags = [flag for flag in read_flags if flag.partition(" ")[0] not in refused]
             if flags:
-                out.print(f"{reading}: {', '.join(flags)}", style="dim")
+                out.print(one_line(f"{reading}: {', '.join(flags)}"), style="dim")
     for sentence in subject.assumed:
         out.print(f"assumed: {sentence}", style="dim")
     out.print()

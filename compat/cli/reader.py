@@ -28,7 +28,7 @@ _DIM = r"(tp|pp|cp|ep|dp|etp|vpp?)"
 _SIZE_OF_DIM = re.compile(
     rf"(?i)(?:^|[-_.]){_DIM}[-_.]?(?:size|parallel)|(?:size|parallel)\w*[-_.]{_DIM}(?:$|[-_.])"
 )
-_RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
+RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
 _LONG_NAME = 10  # letters; of two shorter ones each is soon within two edits of the other
 
 _UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
@@ -159,7 +159,7 @@ class Reader:
         ):
             if settings is self.settings:
                 raise _may_hold_sizes(option)
-            raise JobError(f"{flag} {text} is not read. {_RANKS_BESIDE}")
+            raise JobError(f"{flag} {text} is not read. {RANKS_BESIDE}")
         # A shell may have left it out: --load $CHECKPOINT.
         lacks_value = not values and row.values not in ("0", "?", "*")
         if row.meaning in ("", "unless"):
@@ -187,7 +187,7 @@ class Reader:
                 if re.fullmatch(r"-?\d{1,18}", value) is None:
                     remedy = "Write its number, or leave the flag out."
                     if settings is not self.settings:
-                        remedy = _RANKS_BESIDE
+                        remedy = RANKS_BESIDE
                     raise JobError(f"{flag} must be a whole number, got {shown(value)}. {remedy}")
                 numbers.append(int(value))
             settings[row.meaning] = numbers if row.values == "+" else numbers[0]
@@ -206,8 +206,10 @@ class Reader:
                 f"meant, or give the sizes instead of the command: --world-size 64 --tp 4."
             )
         has_file = any(_FILE_OF_SIZES.fullmatch(value) for value in unread)
+        # model={tensor_model_parallel_size: 4}
+        has_sizes = any(name in value for value in unread for name in PARALLEL)
         name = flag or unread[0].rpartition("=")[0]
-        if has_file or _MAY_HOLD_SIZES.search(name):
+        if has_file or has_sizes or _MAY_HOLD_SIZES.search(name):
             raise _may_hold_sizes(option)
         if not flag and flag_before is not None and "=" not in unread[0]:
             self.stray.append((flag_before, unread[0]))
@@ -241,7 +243,9 @@ def _meant(flag: str) -> str:
     candidates = [size_flag for size_flag in SIZES if len(size_flag) >= _LONG_NAME]
     # --tensor_model_parallel_size, which Megatron's parser does not take, and two letters too few.
     for size_flag in candidates:
-        if _edits(name, size_flag) <= 2:
+        # argparse takes --tensor for it, if it may: Megatron's does not.
+        is_shortened = len(name) >= 6 and size_flag.startswith(name)
+        if is_shortened or _edits(name, size_flag) <= 2:
             return size_flag
     dim = _SIZE_OF_DIM.search(flag.lstrip("-"))
     if dim is None:

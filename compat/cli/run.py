@@ -82,7 +82,10 @@ def launches(
         folder = Path(name)
         environment = {**of_slurm, **os.environ, **_stand_ins(folder)}
         words = ["bash", str(script.resolve()), *arguments]
-        status = _run(words, directory or script.resolve().parent, environment, timeout)
+        try:
+            status = _run(words, directory or script.resolve().parent, environment, timeout)
+        finally:
+            _end_processes(folder)
         recorded = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     commands = [Command(launch["words"], launch["variables"]) for launch in recorded]
     return Recording(commands, status)
@@ -93,6 +96,7 @@ def _stand_ins(folder: Path) -> dict[str, str]:
     code = _STAND_IN.format(root=str(Path(__file__).parents[2]))
     texts = dict.fromkeys(_NOT_RUN, _NAMED)
     texts["scontrol"] = _SCONTROL
+    texts["sh"] = '#!/bin/sh\nexec bash "$@"\n'  # another shell would not look here first
     if shutil.which("module") is None and "BASH_FUNC_module%%" not in os.environ:
         texts["module"] = "#!/bin/sh\n"
     for program in flags_of("programs"):
@@ -101,13 +105,18 @@ def _stand_ins(folder: Path) -> dict[str, str]:
         is_missing = is_other_python and shutil.which(program) is None
         if not (is_module or is_missing or program in _REAL):
             words = shlex.join([sys.executable, "-I", "-c", code, program])
-            texts[program] = f'#!/bin/sh\nexec {words} "$@"\n'
+            # Also for a program that starts without our variables, as env -i starts it.
+            texts[program] = f'#!/bin/sh\n{_FOLDER}={shlex.quote(str(folder))} exec {words} "$@"\n'
     variables = {_FOLDER: str(folder), "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}"}
     for program, text in texts.items():
         path = folder / program
         path.write_text(text)
         path.chmod(0o755)
         variables[f"BASH_FUNC_{program}%%"] = f'() {{ "${_FOLDER}/{program}" "$@"\n}}'
+    for program in _REAL:
+        if program != "exec":
+            found_first = f'PATH=${_FOLDER}:$PATH command {program} "$@"'
+            variables[f"BASH_FUNC_{program}%%"] = f"() {{ {found_first}\n}}"
     # Bash reads this file first, and the user's own one.
     start_up = folder / "start_up"
     start_up.write_text(_FIRST_ON_PATH)
@@ -145,6 +154,15 @@ def _run(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return status
+
+
+def _end_processes(folder: Path) -> None:
+    """End what a script has left in sessions of their own: all that have its variable."""
+    variable = f"{_FOLDER}={folder}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if variable in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from compat.cli.reader import Option, Reader, options_of
+from compat.cli.reader import RANKS_BESIDE, Option, Reader, options_of
 from compat.planned.flags import flags_of
 from compat.planned.job import JobError
 
@@ -80,7 +80,7 @@ def _counts(
     # A flag wins over the variable, and of two variables the first.
     for name, row in flags_of(program).items():
         # In a job with --ntasks-per-node `srun -n 64` has another number on each host.
-        is_for_tasks = program == "srun" and row.meaning == "per_host" and "tasks" in told
+        is_for_tasks = program == "srun" and row.meaning == "per_host" and "tasks" in flags
         if row.kind != "variable" or row.meaning in told or is_for_tasks:
             continue
         if variables.get(name):
@@ -89,6 +89,9 @@ def _counts(
     for option in options:
         reader.read(option, counts)
     if program == "srun":
+        for name in ("SLURM_DISTRIBUTION", "SLURM_HOSTFILE"):
+            if not variables.get(name, "block").startswith("block"):
+                raise JobError(f"{name}={variables[name]} is not read. {RANKS_BESIDE}")
         of_job = variables.get("SLURM_NNODES")
         has_tasks_of_job = "tasks" in counts and "tasks" not in flags
         # With the tasks of its job on fewer hosts srun starts as many as its version decides.
@@ -156,6 +159,7 @@ def head_of(script: str) -> dict[str, str]:
     assert comments is not None  # of an empty text at the least
     rows = flags_of("srun")
     numbers: dict[str, str] = {}
+    distribution: dict[str, str] = {}
     for line in re.findall(r"(?m)^#SBATCH\s(.*)", comments[0]):
         try:
             words = shlex.split(line, comments=True)
@@ -167,13 +171,15 @@ def head_of(script: str) -> dict[str, str]:
                     "the job has several parts (#SBATCH hetjob), whose hosts differ. Give the "
                     "sizes instead of the script: --world-size 64 --tp 4."
                 )
+            if flag in ("-m", "--distribution") and values:
+                distribution["SLURM_DISTRIBUTION"] = values[0]
             number = _NUMBER.fullmatch(values[0]) if values else None
             if row.meaning and number is not None:
                 numbers[row.meaning] = number[1]
     # SLURM computes it where the script does not say it.
     if "tasks" not in numbers and {"hosts", "per_host"} <= numbers.keys():
         numbers["tasks"] = str(int(numbers["hosts"]) * int(numbers["per_host"]))
-    variables = {}
+    variables = distribution
     for name, row in rows.items():
         # --nodes=4 sets SLURM_NNODES and SLURM_JOB_NUM_NODES, which mean the same.
         if name.startswith("SLURM_") and row.meaning in numbers:

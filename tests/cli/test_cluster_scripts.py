@@ -1,5 +1,6 @@
 """What bash starts, by bash itself: scripts as clusters have them, and single commands."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -152,6 +153,42 @@ def test_a_script_that_sets_path_anew_hides_no_launch(tmp_path):
     script.write_text("export PATH=/opt/of_no_machine/bin\ntorchrun --nproc-per-node 8 train.py\n")
     (launch,) = launches(script, [], 60).launches
     assert launch.words == ["torchrun", "--nproc-per-node", "8", "train.py"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "f() { PATH=$REAL:$PATH; timeout 10 torchrun t.py --tp 2; }; f",
+        "( PATH=$REAL:$PATH; nohup torchrun t.py --tp 2 )",
+        "X=$(PATH=$REAL:$PATH; nohup torchrun t.py --tp 2)",
+        "PATH=$REAL:$PATH timeout 10 torchrun t.py --tp 2",
+        "trap - DEBUG; PATH=$REAL:$PATH; timeout 10 torchrun t.py --tp 2",
+        "echo 'PATH=$REAL:$PATH; torchrun t.py --tp 2' > in.sh; sh in.sh",
+        'env -i PATH="$PATH" torchrun t.py --tp 2',
+        "docker run --rm image bash -c 'touch really_started; torchrun t.py --tp 2'",
+        "ssh host 'touch really_started; torchrun t.py --tp 2'",
+    ],
+)
+def test_no_launcher_and_nothing_of_a_container_is_really_started(script, tmp_path, monkeypatch):
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "torchrun").write_text(f"#!/bin/sh\ntouch {tmp_path}/really_started\n")
+    (real / "torchrun").chmod(0o755)
+    monkeypatch.setenv("REAL", str(real))
+    job = tmp_path / "job.sh"
+    job.write_text(f"{script}\n")
+    (launch,) = launches(job, [], 60).launches
+    assert not list(tmp_path.rglob("really_started"))
+    assert launch.words[0] == "torchrun" and launch.words[-2:] == ["--tp", "2"]
+
+
+def test_nothing_outlives_a_script_that_does_not_end(tmp_path):
+    job = tmp_path / "job.sh"
+    job.write_text(f"trap '' TERM; setsid sleep 3{os.getpid()} & sleep 400\n")
+    assert launches(job, [], 3).status is None
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert f"3{os.getpid()}".encode() not in path.read_bytes().split(b"\0")
 
 
 def test_short_scripts_launch_what_bash_launches(environment, tmp_path):

@@ -53,7 +53,7 @@ def test_a_refusal_names_a_remedy_that_works(block, monkeypatch):
     [
         (f"{RUN} --save {'x' * 200_000}", "the launch line is longer than"),
         (f"{RUN} \\\n--tp 4\n--pp 2", "the launch line has several lines"),
-        (f"{RUN} \\\r\n--tp 4", "the launch line has several lines"),
+        (f"{RUN} \\\r\n--tp 4", "the launch line has carriage returns"),
         (f"{RUN} --save \\", "a backslash that is left open"),
         (f"{RUN} ~/x", "a shell would expand '~/x'"),
         (f"{RUN} *.json", "a shell would expand '*.json'"),
