@@ -134,8 +134,12 @@ def judged(directory, name):
                 for rank in ranks:
                     written = job.ranks[rank].now + int(seconds_after_calls * SECOND)
                     stack(directory, rank, STACKS[text], written=written, **options)
-            case "error" | "error in a call":
-                frames = STACKS["reduce"] if subject.startswith("error in") else ()
+            case "error" | "error in a call" | "error in the script":
+                frames = ()
+                if "in a call" in subject:
+                    frames = STACKS["reduce"]
+                elif "in the script" in subject:
+                    frames = STACKS["load"]
                 for rank in ranks:
                     last_error += SECOND
                     stack(directory, rank, frames, error=text, written=last_error)
