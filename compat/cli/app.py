@@ -297,7 +297,10 @@ def diagnose(
         if rank not in recordings.ranks or not recordings.ranks[rank].ended
     ]
     if silent_ranks:
-        recordings.problems.append(f"ranks {few(silent_ranks)} were asked and did not write.")
+        ranks = f"ranks {few(silent_ranks)} were"
+        if len(silent_ranks) == 1:
+            ranks = f"rank {silent_ranks[0]} was"
+        recordings.problems.append(f"{ranks} asked and did not write.")
     if not recordings.ranks:
         sentences = [_without_dumps(directory), *recordings.problems[:3]]
         raise JobError(" ".join(sentences))

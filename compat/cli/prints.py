@@ -340,16 +340,18 @@ def working(title: str) -> Iterator[None]:
 
 
 def diagnosis(result: Diagnosis) -> None:
-    """The verdict, then why, then what could not be read."""
+    """The verdict in five lines at most, then what could not be read."""
     out = console()
     out.print(Text(result.sentence, style="bold"))
-    for heading, lines in (("Why", result.chain), ("Not used", result.problems)):
-        if lines:
-            out.print(f"\n{heading}:")
-        for line in lines[:_MOST_LINES]:
-            out.print(_indented(Text(line)))
-        if len(lines) > _MOST_LINES:
-            out.print(f"  and {len(lines) - _MOST_LINES} more")
+    for line in result.chain:
+        out.print(_indented(Text(line)))
+    if not result.problems:
+        return
+    out.print("\nNot used:")
+    for problem in result.problems[:_MOST_LINES]:
+        out.print(_indented(Text(problem)))
+    if len(result.problems) > _MOST_LINES:
+        out.print(f"  and {len(result.problems) - _MOST_LINES} more")
 
 
 def audit(recordings: Audit) -> None:

@@ -36,9 +36,9 @@ class Diagnosis:
     ``ranks`` are the first cause, and everyone else waits because of them; if not ``certain``,
     it may also be a rank for which they wait where nothing is recorded. ``group`` is the label
     and ``members`` the ranks of the group in which they are missed, ``seq`` the number of the
-    call there. ``chain`` is why, in at most four sentences: where the ranks are, what the others
-    do, and what to look at next. ``waiting`` has the ranks that each waiting rank waits for, at
-    most 16.
+    call there. ``chain`` follows the sentence, in at most four lines: where the ranks are, what
+    the others do, and what to look at next; where the cause is certain, only what is needed to
+    act. ``waiting`` has the ranks that each waiting rank waits for, at most 16.
     """
 
     kind: Kind
@@ -184,7 +184,7 @@ class _Words:
         return f"{text} Not certain: {doubt}."
 
     def chain(self) -> list[str]:
-        """Why it is so, what the others do, and what to look at next."""
+        """Where the ranks are, what the others do, and what to look at next."""
         cause = self.cause
         lines = self._places()[:2]
         waiting_ranks = self._waiting_elsewhere()
@@ -207,17 +207,22 @@ class _Words:
         cause = self.cause
         waiting_ranks = set(self.waiting.of)
         waiting_ranks.difference_update(cause.ranks)
-        if cause.circle:
+        if self._names_circle:
             for rank, _, _ in cause.circle:
                 waiting_ranks.discard(rank)
-        elif cause.wait is not None:
+        elif cause.wait is not None and not cause.circle:
             waiting_ranks -= cause.wait.inside
         return waiting_ranks
+
+    @property
+    def _names_circle(self) -> bool:
+        """Whether the ranks that wait for each other are of use: who is guilty is not certain."""
+        return bool(self.cause.circle and self.cause.doubt)
 
     def _places(self) -> list[str]:
         """Where the ranks of the cause are, or those that wait for them."""
         cause = self.cause
-        if cause.circle:
+        if self._names_circle:
             return [self._step(*step) for step in cause.circle]
         lines = []
         if cause.kind == "mismatch":
@@ -227,8 +232,8 @@ class _Words:
                     place = _at(frames)
                     lines.append(f"rank {rank} made the call in {place}.")
         elif cause.wait is not None:
-            # The sentences on these say who is in the call.
-            if cause.kind not in ("slow", "outside"):
+            # The sentences on these say who is in the call, as do those of all that is certain.
+            if cause.doubt and cause.kind not in ("slow", "outside"):
                 line = self._line(cause.wait)
                 lines.append(line)
         elif cause.kind == "empty" or (cause.kind == "order" and self.waiting.unseen):
@@ -430,11 +435,11 @@ class _Words:
             named = self._named(cause.ranks)
             departed = self._departed(departure)
             texts.append(f"{named} {departed}.{self._evidence()}")
-        if cause.circle:
+        if self._names_circle:
             title = "That is a deadlock" if texts else "deadlock"
             deadlock = self._deadlock()
             texts.append(f"{title}: {deadlock}.")
-        elif cause.wait is not None:
+        elif cause.wait is not None and not cause.circle:
             call = self._call(cause.wait)
             texts.append(f"Ranks wait in {call}.")
         return " ".join(texts)

@@ -25,6 +25,9 @@ _LOST = re.compile(
 )
 # A call to torch waits or raises in one of these, or in the recorder that is around it.
 _IN_A_CALL = re.compile(r"/torch/(distributed(?!/checkpoint)|autograd)/|/hypergrid/hangs/")
+# A script may wait for a call in the compiled part of torch, which has no frame: the text of such
+# an error names the backend.
+_OF_A_BACKEND = re.compile(r"/gloo/|nccl|ProcessGroup", re.I)
 _WRAPPER = "c10d_logger.py"  # is around every call of torch's
 _OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
 _PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
@@ -174,7 +177,11 @@ class Waiting:
         """
         lost = []
         for rank, recording in self.ranks.items():
-            in_call = self._raised_in_a_call(rank) or not recording.stack
+            in_call = (
+                self._raised_in_a_call(rank)
+                or not recording.stack
+                or bool(_OF_A_BACKEND.search(recording.error))
+            )
             if in_call and _NOT_COME.search(recording.error):
                 self.victims.add(rank)
             elif in_call and _LOST.search(recording.error):

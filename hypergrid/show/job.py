@@ -21,7 +21,7 @@ def plan_of(recording: Recording) -> GroupPlan:
     for group in recording.groups.values():
         # A group of a damaged recording may name ranks that the job does not have.
         if group.ranks and all(rank in layout for rank in group.ranks):
-            groups_of_label.setdefault(group.label, []).append(group.ranks)
+            groups_of_label.setdefault(group.shown, []).append(group.ranks)
     rows = []
     for label, groups in groups_of_label.items():
         rows.append(GroupRow(label, "ranks", (), explicit=tuple(groups)))
@@ -75,5 +75,5 @@ def _in_words(recording: Recording, call: Call) -> str:
         duration = lasting(call.completed - call.started)
         state += f", {duration}"
     operation = f"{call.what.name} {call.what.detail} #{call.seq}"
-    label = recording.groups[call.group].label
-    return f"{operation} of {label}: {state}; {call.what.inputs}"
+    group = recording.groups[call.group].shown
+    return f"{operation} of {group}: {state}; {call.what.inputs}"

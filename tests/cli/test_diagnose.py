@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from compat.cli import asking
 from tests.cli.test_cli import in_a_process, run
 from tests.show.test_show import browser, follow, needs_browser  # noqa: F401 - a fixture
 from tests.support import ROOT
@@ -38,9 +39,7 @@ def test_the_verdict_comes_first_and_the_status_is_1(recorded):
         "Rank 3 (host0) never entered all_reduce #16 of TENSOR 2..3, which rank 2"
     )
     assert "it is in load (/job/<data>.py:12)" in " ".join(output.split())
-    assert (
-        "\nWhy:\n  all_reduce #16 of TENSOR 2..3: rank 2 is in it and waits for rank 3.\n" in output
-    )
+    assert "\n  ranks 0..1 wait in 1 call.\n  Next: read the stack of rank 3" in output
 
 
 def test_the_same_as_json(recorded):
@@ -53,6 +52,26 @@ def test_the_verdict_is_printed_before_a_page_that_cannot_be_written(recorded):
         f"diagnose {recorded} --html {recorded / 'no' / 'page.html'}", 2, prints_first=True
     )
     assert output.startswith("Rank 3 (host0) never entered") and "No such file" in output
+
+
+@pytest.mark.parametrize("ended_ranks", [(), (3,)])
+def test_a_rank_that_did_not_write_is_named_unless_its_script_has_ended(
+    ended_ranks, recorded, monkeypatch
+):
+    for rank in ended_ranks:
+        stack(recorded, rank, reason="ended")
+    monkeypatch.setattr(asking, "ask", lambda directory: [3])
+    output = run(f"diagnose {recorded} --ask", status=1)
+    assert ("rank 3 was asked and did not write" in output) == (not ended_ranks)
+
+
+def test_the_default_group_has_one_name_in_the_verdict_and_on_the_page(recorded, tmp_path):
+    page = tmp_path / "page.html"
+    verdict = json.loads(run(f"diagnose {recorded} --html {page} --json", status=1))
+    written = page.read_text()
+    assert "of the default group: not done" in written
+    for text in (json.dumps(verdict), written):
+        assert "default_pg" not in text
 
 
 def test_groups_without_recorders_say_how_ranks_write(tmp_path):

@@ -134,8 +134,12 @@ def judged(directory, name):
                 for rank in ranks:
                     written = job.ranks[rank].now + int(seconds_after_calls * SECOND)
                     stack(directory, rank, STACKS[text], written=written, **options)
-            case "error" | "error in a call":
-                frames = STACKS["reduce"] if subject.startswith("error in") else ()
+            case "error" | "error in a call" | "error in the script":
+                frames = ()
+                if "in a call" in subject:
+                    frames = STACKS["reduce"]
+                elif "in the script" in subject:
+                    frames = STACKS["load"]
                 for rank in ranks:
                     last_error += SECOND
                     stack(directory, rank, frames, error=text, written=last_error)
@@ -162,10 +166,11 @@ def test_the_first_cause_is_named(name, tmp_path):
             assert diagnosis.group == text
         elif subject == "says":
             assert text in diagnosis.sentence
-        elif subject == "why":
-            assert any(line.startswith(text) for line in diagnosis.chain), diagnosis.chain
         elif subject == "problem":
             assert diagnosis.problems[0].startswith(text)
+    lines = tuple(text for subject, text in CASES[name] if subject == "line")
+    assert not lines or diagnosis.chain == lines
+    # With the sentence, five.
     assert diagnosis.ok == (diagnosis.kind == "ok") and len(diagnosis.chain) <= 4
 
 
@@ -197,7 +202,7 @@ def test_a_verdict_is_plain_data_with_who_waits_for_whom_and_for_how_long(job):
     job.calls(1, "dp...", after=400)
     diagnosis = job.verdict()
     assert "which rank 2 has been in for at least 6 min 40 s; it last called" in diagnosis.sentence
-    assert diagnosis.chain[1] == "ranks 0..1 wait in 2 calls."
+    assert diagnosis.chain[0] == "ranks 0..1 wait in 2 calls."
     assert diagnosis.members == (2, 3)
     assert diagnosis.waiting == {0: (2,), 1: (3,), 2: (3,)}
     assert diagnosis.states == {0: "waiting", 1: "waiting", 2: "waiting", 3: "cause"}

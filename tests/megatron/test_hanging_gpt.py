@@ -70,7 +70,9 @@ def test_without_sends_and_receives_the_verdict_is_right_or_says_what_is_unknown
         rank_recording.calls = calls.at([at for at, call in enumerate(calls) if not call.p2p])
     diagnosis = diagnose(recording)
     is_certain = fault not in COLLECTIVES_ONLY and fault not in UNCONFIRMED
-    doubt = "rank 5 may be right" if fault in UNCONFIRMED else "sends and receives are not recorded"
+    doubt = "ranks may wait for others in a call that is not recorded"
+    if fault in UNCONFIRMED:
+        doubt = "rank 5 may be right"
     assert diagnosis.certain == is_certain, diagnosis.sentence
     assert (f"Not certain: {doubt}" in diagnosis.sentence) != is_certain
     kind, ranks = COLLECTIVES_ONLY.get(fault, (kind, {rank}))
