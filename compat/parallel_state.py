@@ -20,6 +20,7 @@ import torch as torch  # outside code reaches it, and `logger`, through upstream
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from compat.hosts import tell_host, warn_of_tp_across_hosts
 from compat.megatron.build import environment_restored_on_failure
 from compat.megatron.communicators import get_nccl_options as get_nccl_options
 from compat.megatron.communicators import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
@@ -194,13 +195,17 @@ def initialize_model_parallel(
         try:
             make_current(state)  # functions that outside code has replaced may ask for it
             reports = os.environ.get("HYPERGRID_REPORT", "0") != "0"
-            if reports:
-                from compat.report import report, tell_host  # here: few jobs ask for it
-
+            splits_tensors = request.decoder.dim_size("tp") > 1
+            if reports or splits_tensors:
                 tell_host()
             state.initialize(planned)
             warn_of_a_second_state()
-            if reports and dist.get_rank() == request.rank_offset:
+            is_first = dist.get_rank() == request.rank_offset
+            if splits_tensors and is_first:
+                warn_of_tp_across_hosts(request)
+            if reports and is_first:
+                from compat.report import report  # here: few jobs ask for it
+
                 print(report(state), flush=True)
             if before.grid is not None:  # outside code has emptied its globals
                 before.grid.destroy()

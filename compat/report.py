@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -10,13 +9,13 @@ from itertools import groupby
 
 import torch.distributed as dist
 
+from compat.hosts import hosts_of
 from compat.megatron.request import Request, in_words
 from compat.megatron.rows import PlannedRows, with_torchs_timeout
 from compat.state import ParallelState
 from hypergrid import of_torch
-from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.groups.pool import GroupPool
-from hypergrid.messages import few, one_line
+from hypergrid.messages import few
 from hypergrid.summary import dims_in_words, long_dims
 
 
@@ -105,25 +104,10 @@ def _groups(planned_rows: PlannedRows, pool: GroupPool) -> Iterator[str]:
         yield line
 
 
-def tell_host() -> None:
-    """Say in the store on which host this rank is. *Local*; before the ranks agree on groups."""
-    store = shared_store()
-    if store is not None:
-        store.set(_host_key(dist.get_rank()), socket.gethostname())
-
-
-def _host_key(rank: int) -> str:
-    return f"hypergrid/machine/{rank}"
-
-
 def _on_hosts(world_size: int) -> Iterator[str]:
     """A sentence if ranks are interleaved over hosts, and all ranks have reported their hosts."""
     ranks = range(world_size)
-    keys = [_host_key(rank) for rank in ranks]
-    store = shared_store()
-    if store is None or not store.check(keys):
-        return
-    hosts = [one_line(value.decode()) for value in get_all(store, keys)]
+    hosts = hosts_of(ranks)
     # The hosts a, b, a, b have two runs each, and a, a, b, b one.
     runs_of_host = Counter(host for host, _ in groupby(hosts))
     interleaved = [host for host, runs in runs_of_host.items() if runs > 1]

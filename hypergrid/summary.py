@@ -80,6 +80,14 @@ def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
     return counts
 
 
+def one_rank_groups(plan: GroupPlan) -> tuple[int, int]:
+    """How many groups of one rank alone a rank is in, at least and at most."""
+    counts = []
+    for rank in kinds_of_ranks(plan):
+        counts.append(sum(len(ranks) == 1 for _, ranks in plan.groups_of(rank)))
+    return min(counts), max(counts)
+
+
 def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:
     """The dims of ``row`` that are larger than 1."""
     layout = plan.layouts[row.layout]

@@ -28,7 +28,7 @@ from compat.planned.layouts import (
     shards_of,
     unknown_dims,
 )
-from compat.planned.orders import ranked_orders
+from compat.planned.orders import dp_across, ranked_orders
 from hypergrid import __version__
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
@@ -219,6 +219,9 @@ def check(
         out.print()
         kind = "NVLink domains" if subject.domains else "hosts"
         prints.orders(out, requested, ranking[:top], len(ranking), kind)
+        inside = dp_across(ranking, requested, subject.layouts, subject.refusal_of, places, kind)
+        if inside:
+            out.print(inside)
     return status
 
 

@@ -33,6 +33,7 @@ from hypergrid.summary import (
     communicators,
     dims_in_words,
     long_dims,
+    one_rank_groups,
     sizes_in_words,
     summaries,
 )
@@ -162,7 +163,15 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     counts = communicators(subject.plan)
     shares = [f"{span(count)} with share={share}" for share, count in counts.items()]
     group_count = span(counts["none"])
-    out.print(f"Each rank is in {group_count} groups; communicators: {', '.join(shares)}.")
+    alone = span(one_rank_groups(subject.plan))
+    out.print(
+        f"Each rank is in {group_count} groups, {alone} of one rank; communicators: "
+        f"{', '.join(shares)}."
+    )
+    out.print(
+        "gloo connects them at the start; NCCL on first use, or at the start with torch 2.15, with "
+        "connect=eager, or where the default group is bound to a device."
+    )
 
 
 def _says_nothing_new(size: int, same_as: str | None) -> str | None:

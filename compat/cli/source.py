@@ -72,6 +72,12 @@ class PlannedJob:
             return None
         return turned
 
+    def refusal_of(self, order: str) -> str:
+        """Why an order is not allowed."""
+        if self.job is not None:
+            return self.job.refusal(order)
+        return "the stages of a pipeline would be other ranks in the layout of experts."
+
     @property
     def hosts(self) -> Topology:
         """The hosts of all ranks."""

@@ -71,9 +71,20 @@ class Job:
     def layouts(self, order: str) -> Mapping[str, RankLayout] | None:
         """The job's layouts under another order, or None where Megatron refuses that order."""
         try:
-            return replace(self, arguments={**self.arguments, "order": order}).request().layouts
+            return self._in(order).request().layouts
         except JobError:
             return None
+
+    def refusal(self, order: str) -> str:
+        """Why Megatron refuses another order; empty where it does not."""
+        try:
+            self._in(order).request()
+        except JobError as error:
+            return str(error)
+        return ""
+
+    def _in(self, order: str) -> Job:
+        return replace(self, arguments={**self.arguments, "order": order})
 
 
 def from_sizes(**flags: Any) -> Job:

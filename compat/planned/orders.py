@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from compat.planned.layouts import Layouts, most_hosts
+import numpy as np
+
+from compat.planned.layouts import SHARDS, Layouts, has_experts, most_hosts
 from compat.swap.order import DIMS
 from hypergrid.topology import Topology
 
@@ -65,3 +68,55 @@ def _orders(requested: str, layouts: Layouts | None) -> Iterator[str]:
             used.update(layout.trimmed.dims)
     for dims in permutations([dim for dim in DIMS if dim in used]):
         yield "-".join(dims)
+
+
+def dp_across(
+    ranking: Sequence[RankedOrder],
+    requested: RankedOrder,
+    layouts: Layouts,
+    refusal_of: Callable[[str], str],
+    hosts: Topology,
+    places: str,
+) -> str:
+    """In words: the order in which dp alone leaves a host, or what makes that impossible.
+
+    Empty without pipelines or data parallelism, as the ranking keeps the other groups inside, and
+    where the ``requested`` order does so already. ``layouts`` are those of the requested order,
+    ``refusal_of`` says why Megatron refuses an order, and ``places`` what ``hosts`` are called.
+
+    Hosts of 4 ranks, tp=2, pp=2, dp=2: under tp-pp-dp only dp touches two of them. Under tp-dp-pp,
+    which the ranking prefers, as dp sends more, only pp does.
+    """
+    inside = [kind for kind in requested.hosts if not kind.endswith("dp")]
+    if "pp" not in inside or "dp" not in requested.hosts or _are_inside(requested, inside):
+        return ""
+    kinds = ", ".join(inside)
+    for ranked in ranking:
+        if _are_inside(ranked, inside):
+            return (
+                f"With order {ranked.order} groups of {kinds} stay inside {places}, and dp crosses."
+            )
+    sentence = f"No order keeps {kinds} inside {places} with dp across them"
+    largest_place = int(np.bincount(hosts.numbers).max())
+    dims = set[str]()
+    for name in SHARDS if has_experts(layouts) else ["decoder"]:
+        layout = layouts[name].trimmed
+        inner_dims = [dim for dim in layout.dims if dim != "dp"]
+        dims.update(inner_dims)
+        ranks = math.prod(layout.size_of(dim) for dim in inner_dims)
+        product = " x ".join(inner_dims)
+        if name == "expert":
+            product += " of experts"
+        if largest_place % ranks:
+            return (
+                f"{sentence}: {product} is {ranks} ranks, and {largest_place}, the ranks in one of "
+                f"them, is no multiple."
+            )
+        if layout.offset % ranks:
+            return f"{sentence}: {product} is {ranks} ranks, and the first one is {layout.offset}."
+    order = "-".join([*(dim for dim in DIMS if dim in dims - {"dp"}), "dp"])
+    return f"{sentence}. Megatron refuses {order}: {refusal_of(order)}"
+
+
+def _are_inside(ranked: RankedOrder, kinds: Sequence[str]) -> bool:
+    return all(ranked.hosts[kind] == 1 for kind in kinds)

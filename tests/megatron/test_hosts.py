@@ -1,0 +1,90 @@
+"""A start warns of groups of tp that span hosts where other places, or another order, avoid it."""
+
+import os
+import socket
+import warnings
+from unittest import mock
+
+import pytest
+
+from compat import parallel_state as ps
+from compat.hosts import tp_across_hosts
+from hypergrid import RankLayout
+from tests.support.counting import CountingStore
+from tests.support.forked import from_all, on_ranks, store
+
+
+def warned(rank, hosts, **arguments):
+    """By rank the warnings of one start, where each rank is on one of ``hosts``."""
+    with (
+        mock.patch.object(socket, "gethostname", lambda: hosts[rank]),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        ps.initialize_model_parallel(2, **arguments)
+    ps.destroy_model_parallel()
+    texts = [str(warning.message) for warning in caught if "groups of tp" in str(warning.message)]
+    return from_all(texts)
+
+
+@on_ranks(4)
+def test_the_first_rank_alone_warns_where_ranks_are_interleaved_over_hosts(rank):
+    (sentence,), *others = warned(rank, "abab")
+    assert others == [[], [], []]
+    assert sentence.startswith(
+        "2 of 2 groups of tp span hosts (ranks 0, 1 are on a, b), though a host could hold such a "
+        "group: every layer waits for the network. None would with the ranks of each host next to "
+        "each other, hosts in the order a, b (srun --distribution=block"
+    )
+
+
+@on_ranks(4)
+def test_an_order_that_spreads_tp_over_hosts_is_warned_of_with_the_order_that_does_not(rank):
+    (sentence,), *_ = warned(rank, "aabb", order="dp-tp-pp-cp-ep")
+    assert "None would with the order tp-dp-pp-cp-ep (HYPERGRID_ORDER" in sentence
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("hosts", ["aabb", "aaaa", "abcd"])
+def test_nothing_is_said_where_tp_is_inside_hosts_or_no_host_could_hold_it(rank, hosts):
+    assert warned(rank, hosts) == [[], [], [], []]
+
+
+@on_ranks(4)
+def test_the_first_rank_reads_all_hosts_in_two_messages_and_the_others_write_one(rank):
+    counting = CountingStore(store())
+    with mock.patch("compat.hosts.shared_store", lambda: counting):
+        warned(rank, "abab")
+    reads = {"check": 1, "multi_get": 1} if rank == 0 else {}
+    assert counting.counts == {"set": 1, **reads}
+
+
+@on_ranks(2)
+def test_without_an_agreement_of_ranks_there_is_no_word_on_hosts(rank):
+    os.environ["HYPERGRID_AGREEMENT"] = "0"
+    assert warned(rank, "ab") == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("abababab", "2 of 2 groups of tp span hosts"),
+        # Six ranks on each host: the middle one of three groups of 4 spans two hosts anyhow.
+        ("aaaaaabbbbbb", ""),
+        # The host of 4 is cut by its neighbours of 2, unless it comes first.
+        ("aabbbbcc", "1 would with the ranks of each host next to each other, hosts in the order"),
+        ("abcdefgh", ""),
+    ],
+)
+def test_a_way_is_named_only_where_fewer_groups_would_span_hosts(hosts, expected):
+    layout = RankLayout(("tp", "dp"), (4, len(hosts) // 4), offset=8)
+    sentence = tp_across_hosts(layout, "tp-cp-ep-dp-pp", list(hosts))
+    assert expected in sentence
+    assert bool(expected) == bool(sentence)
+
+
+def test_interleaved_ranks_in_an_order_that_spreads_them_need_both_ways():
+    layout = RankLayout(("dp", "tp"), (4, 2))
+    sentence = tp_across_hosts(layout, "dp-tp", list("abbabaab"))
+    assert "None would with the ranks of each host next to each other" in sentence
+    assert "and the order tp-dp (HYPERGRID_ORDER" in sentence
