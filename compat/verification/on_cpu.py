@@ -298,7 +298,7 @@ REPLACED = (
         "tensor_parallel.random",
         "_set_cuda_rng_state",
         _set_cpu_state,
-        "sets the state of the CPU's generator where there is no GPU",
+        "sets the state of the CPU's generator where CUDA is absent",
         "a state belongs to one rank",
     ),
     Replaced(
