@@ -41,11 +41,18 @@ echo "hypergrid: ${0##*/} is not run; a script that it would submit goes behind 
 # Scripts put folders in front of PATH, and start launchers by timeout, nohup and exec.
 _FIRST_ON_PATH = f"""trap 'case $PATH in "${_FOLDER}":*) ;; *) PATH=${_FOLDER}:$PATH ;; esac' DEBUG
 """
-_SCONTROL = """#!/bin/sh
-[ "$1 $2" = "show hostnames" ] || exit 0
+# What scripts ask a cluster, answered where the machine is none.
+_LAST_ON_PATH = {
+    "module": "#!/bin/sh\n",
+    "scontrol": """#!/bin/sh
+[ "$2" = hostnames ] || exit 1
 host=0
 while [ "$host" -lt "${SLURM_NNODES:-1}" ]; do echo "host$host"; host=$((host + 1)); done
-"""
+""",
+}
+_SCONTROL = """() { [ "$1" = show ] || { echo "hypergrid: scontrol $1 is not run" >&2; return; }
+command scontrol "$@"
+}"""
 # Variables of each SLURM job that change no group, for scripts that end without them.
 _OF_EACH_JOB = {
     **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1"),
@@ -95,10 +102,8 @@ def _stand_ins(folder: Path) -> dict[str, str]:
     """Write the stand-ins into a folder; the variables with which bash finds them first."""
     code = _STAND_IN.format(root=str(Path(__file__).parents[2]))
     texts = dict.fromkeys(_NOT_RUN, _NAMED)
-    texts["scontrol"] = _SCONTROL
-    texts["sh"] = '#!/bin/sh\nexec bash "$@"\n'  # another shell would not look here first
-    if shutil.which("module") is None and "BASH_FUNC_module%%" not in os.environ:
-        texts["module"] = "#!/bin/sh\n"
+    # Another shell would not look here first.
+    texts["sh"] = f'#!/bin/sh\nexec {shutil.which("bash")} "$@"\n'
     for program in flags_of("programs"):
         is_other_python = program.startswith("python3.")
         is_module = "." in program and not is_other_python
@@ -107,7 +112,14 @@ def _stand_ins(folder: Path) -> dict[str, str]:
             words = shlex.join([sys.executable, "-I", "-c", code, program])
             # Also for a program that starts without our variables, as env -i starts it.
             texts[program] = f'#!/bin/sh\n{_FOLDER}={shlex.quote(str(folder))} exec {words} "$@"\n'
-    variables = {_FOLDER: str(folder), "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}"}
+    last = folder / "last"
+    last.mkdir()
+    for program, text in _LAST_ON_PATH.items():
+        (last / program).write_text(text)
+        (last / program).chmod(0o755)
+    variables = {_FOLDER: str(folder)}
+    variables["BASH_FUNC_scontrol%%"] = os.environ.get("BASH_FUNC_scontrol%%", _SCONTROL)
+    variables["PATH"] = f"{folder}:{os.environ.get('PATH', os.defpath)}:{last}"
     for program, text in texts.items():
         path = folder / program
         path.write_text(text)
@@ -279,11 +291,11 @@ def _execute(words: Sequence[str], variables: dict[str, str], path: str) -> None
     name = words[0].rpartition("/")[2]
     program = shutil.which(words[0], path=path)
     stand_in = Path(variables[_FOLDER]) / name
-    if variables["PATH"] == path and stand_in.exists():
-        program = str(stand_in)
-    elif name in SHELLS:
+    if name in SHELLS:
         program = shutil.which("bash") or "/bin/bash"
         words = ["bash", *_without_login(words[1:])]
+    elif variables["PATH"] == path and stand_in.exists():
+        program = str(stand_in)
     if program is not None:
         os.execve(program, list(words), variables)
     if path != variables[_FOLDER]:
@@ -302,4 +314,4 @@ def _without_login(words: Sequence[str]) -> Sequence[str]:
 
 def _path_without_stand_ins() -> str:
     folders = os.environ.get("PATH", os.defpath).split(":")
-    return ":".join(folder for folder in folders if folder != os.environ[_FOLDER])
+    return ":".join(path for path in folders if not path.startswith(os.environ[_FOLDER]))
