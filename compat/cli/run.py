@@ -50,6 +50,7 @@ host=0
 while [ "$host" -lt "${SLURM_NNODES:-1}" ]; do echo "host$host"; host=$((host + 1)); done
 """,
 }
+_OF_SCONTROL = "BASH_FUNC_scontrol%%"
 _SCONTROL = """() { [ "$1" = show ] || { echo "hypergrid: scontrol $1 is not run" >&2; return; }
 command scontrol "$@"
 }"""
@@ -118,7 +119,7 @@ def _stand_ins(folder: Path) -> dict[str, str]:
         (last / program).write_text(text)
         (last / program).chmod(0o755)
     variables = {_FOLDER: str(folder)}
-    variables["BASH_FUNC_scontrol%%"] = os.environ.get("BASH_FUNC_scontrol%%", _SCONTROL)
+    variables[_OF_SCONTROL] = os.environ.get(_OF_SCONTROL, _SCONTROL)
     variables["PATH"] = f"{folder}:{os.environ.get('PATH', os.defpath)}:{last}"
     for program, text in texts.items():
         path = folder / program
