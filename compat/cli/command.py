@@ -196,7 +196,7 @@ def _source(
     chdir: str | None,
     prefix: str | None,
 ) -> Source | None:
-    """What the flags say of a launch; None if they name none."""
+    """The launch that the flags name; None if they name none."""
     if words and from_args is not None:
         raise JobError("give a command or --from-args, and not both.")
     if run and not words:

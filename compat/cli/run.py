@@ -257,7 +257,7 @@ def _is_of_stand_ins(name: str) -> bool:
 
 
 def _variables_elsewhere(words: Sequence[str], variables: dict[str, str]) -> dict[str, str]:
-    """What the command of a container or of ssh sees: its flags' variables, and perhaps ours."""
+    """The variables that a command sees in a container or behind ssh: its flags', perhaps ours."""
     is_clean = words[0] in ("docker", "podman", "ssh")
     takes_lists = words[0] in ("apptainer", "singularity")
     if takes_lists:

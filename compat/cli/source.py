@@ -191,7 +191,7 @@ def of_job(job: Job) -> PlannedJob:
 
 @dataclass(frozen=True)
 class Source:
-    """What a command line says of a job: at most one of a command, a script and a line."""
+    """The launch that a command line names: at most one of a command, a script and a line."""
 
     words: Sequence[str] = ()  # the command, or with ``is_script`` the script and its arguments
     is_script: bool = False

@@ -129,7 +129,7 @@ def free_over(groups: Sequence[ProcessGroup], kept: Iterable[Values], abort: boo
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a cache holds: the values of a dict, or itself."""
+    """The parts that a cache holds: the values of a dict, or itself."""
     if isinstance(value, dict):
         return [*value.values()]
     return [value]

@@ -177,7 +177,7 @@ def _is_offered(name: str, value: Any) -> bool:
 
 
 def _shape(value: Any, of: Any = None) -> Any:
-    """What a caller sees of a function, class or constant; of a class what ``of`` has too."""
+    """The shape of a function, class or constant for callers; of a class what ``of`` has too."""
     if inspect.isclass(value):
         members = vars(of if inspect.isclass(of) else value)
         shapes: dict[str, Any] = {"bases": [base.__name__ for base in value.__mro__[1:]]}

@@ -204,7 +204,7 @@ def reports(
 
 
 def _not_covered() -> tuple[str, ...]:
-    """What did not run, also because something else ran instead."""
+    """Names what did not run, also because something else ran instead."""
     state = sys.modules["megatron.core.parallel_state"]
     if state.__name__ == "megatron.core.parallel_state":
         return NOT_COVERED
