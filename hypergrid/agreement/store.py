@@ -94,7 +94,9 @@ def interval(ranks: int) -> float:
 
 
 def look_until(look: Callable[[], T | None], timeout: timedelta, ranks: int = 1) -> T:
-    """Wait until ``look`` gives a value, and return it; DistStoreError after ``timeout``, AbortedError.
+    """Wait until ``look`` gives a value, and return it.
+
+    DistStoreError after ``timeout``; AbortedError.
 
     The longer a rank has waited the less often it looks, and the less often the more ``ranks`` wait
     at one store. Of 64 ranks that have waited for 0.4 s each looks after a further 0.1 s. A wait

@@ -342,7 +342,7 @@ def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
 
 
 def _label(name: str, description: Any) -> str:
-    """The name by which people call a group: the name that a script gave it, where it has no description."""
+    """The name by which people call a group: its description, or the name from a script."""
     label = _text(description)
     if label != _UNDEFINED:
         return label
