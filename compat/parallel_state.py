@@ -195,8 +195,10 @@ def initialize_model_parallel(
         try:
             make_current(state)  # functions that outside code has replaced may ask for it
             reports = os.environ.get("HYPERGRID_REPORT", "0") != "0"
-            splits_tensors = request.decoder.dim_size("tp") > 1
-            if reports or splits_tensors:
+            # The ranks of a pretended world have no hosts, and perhaps no store.
+            has_hosts = request.pretended_world is None
+            splits_tensors = has_hosts and request.decoder.dim_size("tp") > 1
+            if has_hosts and (reports or splits_tensors):
                 tell_host()
             state.initialize(planned)
             warn_of_a_second_state()

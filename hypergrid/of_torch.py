@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+HOMES_OF_NEW_GROUP = (dist, c10d)  # code may import it by name from either
+
 OLDEST = "2.9"
 NEWEST = "2.15"
 _CREATE = "_init_process_groups"  # of a DeviceMesh: the names of the groups that it creates

@@ -291,7 +291,9 @@ def _hold_instances(planned_rows: PlannedRows, grid: HyperCommGrid, values: Valu
     layout = planned_rows.request.decoder
     count = planned_rows.request.num_distributed_optimizer_instances
     cp_is_within = layout.dim_size("cp") == 1 or layout.stride("cp") < layout.stride("dp")
-    if count == 1 or layout.dim_size("dp") % count or not cp_is_within:
+    # The groups of a pretended world are nobody's.
+    is_pretended = planned_rows.request.pretended_world is not None
+    if is_pretended or count == 1 or layout.dim_size("dp") % count or not cp_is_within:
         return
     parts = {"dp_intra": layout.dim_size("dp") // count, "dp_inter": count}
     instances = layout.split("dp", parts)

@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d, get_process_group_ranks
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from compat import parallel_state
 from compat.megatron import build, communicators
@@ -163,7 +163,7 @@ class Record:
             new_group = dist.new_group
             stand_ins["new_group"] = self._stand_in("new_group", new_group, is_plan)
             # Stock may have imported it by name, from one of two modules.
-            for home in (dist, distributed_c10d, module):
+            for home in (*of_torch.HOMES_OF_NEW_GROUP, module):
                 for name, value in list(vars(home).items()):
                     if value is new_group:
                         _replace(stack, home, name, stand_ins["new_group"])
@@ -372,9 +372,8 @@ def _arguments(getter: Callable[..., Any], state: ParallelState) -> Iterator[dic
     for holder in (state._values.get(slot) for slot in SLOTS):
         if isinstance(holder, dict):
             sizes.update(holder)
-    everyone = state._values.get("_DATA_PARALLEL_GROUP_WITH_CP")
-    if isinstance(everyone, ProcessGroup):
-        sizes.add(everyone.size())
+        elif isinstance(holder, ProcessGroup):
+            sizes.add(holder.size())
     values: dict[str, Sequence[Any]] = {
         "vp_stage": range(max(stages, 2)),
         "group_size": sorted(size for size in sizes if isinstance(size, int)),

@@ -79,7 +79,7 @@ def test_each_part_is_rehearsed_with_eight_ranks_and_its_rows_are_kept_as_they_c
 
 def test_hangs_are_recorded_and_diagnosed_until_the_time_of_the_part_is_over(tmp_path):
     start = time.monotonic()
-    options = ("--seconds", "60", "--logs", str(tmp_path))
+    options = ("--seconds", "25", "--logs", str(tmp_path))
     done = check_gpus("--rehearse", "8", "--part", "hangs", *options)
     assert time.monotonic() - start < 120
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ from tests.support import ROOT
 
 # Files, and changes from one to another. A rank that waits looks at the store again and again: how
 # often depends on when the other one arrives.
-MOST = {"initialize_model_parallel(2)": (18, 165), 'create_pg("tp")': (11, 90)}
+MOST = {"initialize_model_parallel(2)": (19, 170), 'create_pg("tp")': (11, 110)}
 
 
 @pytest.fixture(scope="module")
