@@ -519,13 +519,15 @@ def calls_of(group: Any) -> int | None:
         return None
 
 
-def wrap_coalescing_manager(wrap: Callable[[Any], Any]) -> None:
-    """Replace the manager of coalesced collectives for whoever imports it from now on."""
+def wrap_coalescing_manager(wrap: Callable[[Any], Any], importers: Sequence[Any] = ()) -> None:
+    """Replace the manager of coalesced collectives, also where ``importers`` have it by name."""
     if not has("coalescing"):
         return
-    manager = wrap(c10d._coalescing_manager)
-    for module in (c10d, dist):
-        module._coalescing_manager = manager  # type: ignore[attr-defined]
+    original = c10d._coalescing_manager
+    manager = wrap(original)
+    for module in (c10d, dist, *importers):
+        if vars(module).get("_coalescing_manager") is original:
+            module._coalescing_manager = manager
 
 
 def in_backward() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,12 +49,20 @@ _collecting: dict[Any, _LateWork] = {}
 
 
 def deliver_at_wait() -> None:
-    """Replace torch's collectives; before the first import of megatron."""
+    """Replace torch's collectives, also where megatron has imported them by name."""
     distributed: Any = torch.distributed
+    importers: list[Any] = [distributed]
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "megatron" and module is not None:
+            importers.append(module)
     for name, (written, read) in _ARGUMENTS.items():
         collective = getattr(distributed, name)
-        setattr(distributed, name, _late(collective, written, read))
-    of_torch.wrap_coalescing_manager(_late_manager)
+        late = _late(collective, written, read)
+        for importer in importers:
+            for attribute, value in list(vars(importer).items()):
+                if value is collective:
+                    setattr(importer, attribute, late)
+    of_torch.wrap_coalescing_manager(_late_manager, importers)
 
 
 def _late(collective: Callable[..., Any], written: str, read: str) -> Callable[..., Any]:
