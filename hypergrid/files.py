@@ -21,14 +21,6 @@ class FileError(ValueError):
     """A file that cannot be read; the message says what was expected of it."""
 
 
-def text_of(path: str | Path) -> str:
-    """The text of a regular file, or of standard input for ``-``. FileError if there is none."""
-    try:
-        return bytes_of(path).decode()
-    except UnicodeDecodeError:
-        raise FileError(f"{path} is not text.") from None
-
-
 def bytes_of(path: str | Path) -> bytes:
     """The content of the file; at most ``LONGEST`` bytes are read. OSError as from ``open``."""
     if str(path) == "-":
