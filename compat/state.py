@@ -44,7 +44,7 @@ from hypergrid import of_torch
 from hypergrid.agreement.store import abortable, raise_if_waits_ended
 from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.pool import GroupPool, before_closing
+from hypergrid.groups.pool import GroupPool, before_closing, live_pools, stop_lending
 from hypergrid.groups.suspension import Suspended
 from hypergrid.messages import shown, span_of
 from hypergrid.plan import GroupPlan
@@ -447,6 +447,9 @@ class ParallelState:
         labels = []
         if self.pool is not None and pg is not None:
             labels = [pooled.label for pooled in self.pool.groups if pooled.group is pg]
+            for other in live_pools():
+                if other is not self.pool and any(pooled.group is pg for pooled in other.groups):
+                    labels.append(f"that of another {other.owner}")
         if len(labels) > 1:
             warnings.warn(
                 f"update_pg_timeout({timeout}) changes the timeout of {' and '.join(labels)}: they "
@@ -462,6 +465,7 @@ class ParallelState:
             groups = self._global_process_group_list or [None]
         for group in groups:
             of_torch.set_timeout(timeout, group)
+        stop_lending(groups)
 
     def set_timeout(self, minutes: float) -> None:
         """Set the timeout of all groups of this state, from the next operation on. *Local*.
@@ -482,9 +486,11 @@ class ParallelState:
         if not isinstance(minutes, int | float) or not 0 < minutes < float("inf"):
             raise ValueError(f"minutes must be a number above 0, such as 10, got {shown(minutes)}.")
         timeout = timedelta(minutes=minutes)
-        for group in dict.fromkeys(pooled.group for pooled in self.pool.groups):
+        groups = [*dict.fromkeys(pooled.group for pooled in self.pool.groups)]
+        for group in groups:
             if of_torch.is_registered(group) and group is not of_torch.default_group():
                 of_torch.set_timeout(timeout, group)
+        stop_lending(groups)
 
     def create_all_gather_groups(
         self,

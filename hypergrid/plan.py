@@ -52,7 +52,7 @@ class GroupRow:
         What the group carries, in the caller's words; only compared. A communicator runs one
         operation at a time, so names whose traffic runs at the same time must differ in it.
     separate : bool
-        The group never shares a communicator with another of the same ranks.
+        The group never shares a communicator with another label of the same ranks.
     """
 
     label: str
@@ -70,9 +70,10 @@ class GroupRow:
     @property
     def kind(self) -> Kind | None:
         """The key that is equal for labels that share a communicator; None if none may."""
-        if self.separate or self.explicit is not None:
+        if self.explicit is not None:
             return None
-        return Kind(self.backend, self.timeout, self.options, self.traffic)
+        only = self.label if self.separate else ""
+        return Kind(self.backend, self.timeout, self.options, self.traffic, only)
 
     @cached_property
     def places(self) -> Mapping[int, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ from hypergrid.errors import AgreementError
 from hypergrid.messages import shown
 
 CHOICES = {
-    "share": ("none", "all"),
+    "share": ("none", "all", "states"),
     "connect": ("torch", "eager", "lazy"),
     "creation": ("auto", "members", "split", "everyone"),
 }
@@ -73,9 +73,12 @@ class Policy:
 
     Parameters
     ----------
-    share : {"none", "all"}
+    share : {"none", "all", "states"}
         Which names with equal ranks, backend, options, timeout and traffic use one communicator:
-        none, or all but groups that must be separate. The default group is never shared.
+        none, or all but groups that must be separate. "states" is "all", and each group also uses
+        the communicator of an earlier state of the same ranks, if that has an equal one and was
+        created with "states": for states of which one works at a time. The default group is never
+        shared.
     connect : {"torch", "eager", "lazy"}
         When members connect: as torch does, gloo at once and NCCL on first use; every backend at
         once, but NCCL not for a single rank, nor where an unbatched send has a communicator of
@@ -118,6 +121,7 @@ class Kind(NamedTuple):
     timeout: float | None
     options: tuple[tuple[str, Any], ...] | None
     traffic: str = ""
+    only: str = ""  # the label, where it shares with the same label of another state only
 
     def among(self, members: int) -> Kind:
         """The same for a group of that many: in a group of one rank, traffic never waits."""
@@ -125,9 +129,13 @@ class Kind(NamedTuple):
             return self
         return self._replace(traffic="")
 
+    def over(self, ranks: Sequence[int]) -> Communicator:
+        """The key of the communicator of ``ranks``."""
+        return tuple(ranks), self.among(len(ranks))
 
-# By the members and the kind of a communicator the label that owns it.
-Owners: TypeAlias = dict[tuple[tuple[int, ...], Kind], str]
+
+Communicator: TypeAlias = tuple[tuple[int, ...], Kind]  # its members, and its kind
+Owners: TypeAlias = dict[Communicator, str]  # the label that each was created for
 
 
 def owner_of(
@@ -137,8 +145,7 @@ def owner_of(
     if kind is None or policy.share == "none":
         return None
     # The first label with these ranks and this kind owns the communicator.
-    key = (tuple(ranks), kind.among(len(ranks)))
-    owner = owners.setdefault(key, label)
+    owner = owners.setdefault(kind.over(ranks), label)
     if owner == label:
         return None
     return owner
@@ -168,6 +175,10 @@ class Agreement:
     alone: bool = True  # whether a rank creates a group of its own without the others
     why: str = ""  # why members alone cannot create; empty if they can
     lazy: bool = False  # whether gloo connects on first use
+
+    def is_as(self, other: Agreement) -> bool:
+        """Whether the same ranks take part in creating each group as under ``other``."""
+        return replace(self, epoch=other.epoch, why=other.why) == other
 
 
 def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan, GroupRow
-from hypergrid.policy import CHOICES, Policy
+from hypergrid.policy import Policy
 from hypergrid.topology import Topology
 
 _MOST_KINDS = 256  # a job's groups are laid out in fewer ways
@@ -58,34 +58,27 @@ def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
             crossing=int((touched > 1).sum()),
             backend=row.backend,
             same_as=owner,
-            separate=row.kind is None,
+            separate=row.separate or row.explicit is not None,
             traffic=row.traffic,
         )
 
 
-def communicators(plan: GroupPlan) -> dict[str, tuple[int, int]]:
+def communicators(plan: GroupPlan, of_one_rank: bool = False) -> dict[str, tuple[int, int]]:
     """For each choice of ``share``: how many communicators a rank makes, at least and at most.
 
-    With ``"none"`` these are all groups of the rank.
+    With ``"none"`` these are all groups of the rank. ``of_one_rank`` counts only those that the
+    rank has alone.
     """
-    ranks = kinds_of_ranks(plan)
+    ranks_of_job = kinds_of_ranks(plan)
     counts = {}
-    for share in CHOICES["share"]:
+    for share in ("none", "all"):  # "states" is "all" for a plan, which is of one state
         policy = Policy(share=share)
         created = []  # by rank how many communicators it creates
-        for rank in ranks:
-            owners = [owner for _, _, owner in plan.sharing(rank, policy)]
-            created.append(owners.count(None))
+        for rank in ranks_of_job:
+            sizes = [len(ranks) for _, ranks, owner in plan.sharing(rank, policy) if owner is None]
+            created.append(sizes.count(1) if of_one_rank else len(sizes))
         counts[share] = (min(created), max(created))
     return counts
-
-
-def one_rank_groups(plan: GroupPlan) -> tuple[int, int]:
-    """How many groups of one rank alone a rank is in, at least and at most."""
-    counts = []
-    for rank in kinds_of_ranks(plan):
-        counts.append(sum(len(ranks) == 1 for _, ranks in plan.groups_of(rank)))
-    return min(counts), max(counts)
 
 
 def long_dims(plan: GroupPlan, row: GroupRow) -> tuple[str, ...]:

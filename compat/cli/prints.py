@@ -33,7 +33,6 @@ from hypergrid.summary import (
     communicators,
     dims_in_words,
     long_dims,
-    one_rank_groups,
     sizes_in_words,
     summaries,
 )
@@ -59,6 +58,7 @@ def as_data(subject: PlannedJob) -> dict[str, Any]:
     data["groups"] = [asdict(summary) for summary in summaries(subject.plan, subject.hosts)]
     data["groups_of_a_rank"] = counts["none"]
     data["communicators_of_a_rank"] = counts
+    data["communicators_of_one_rank"] = communicators(subject.plan, of_one_rank=True)
     return data
 
 
@@ -161,13 +161,11 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
         note += " = NAME: same ranks and traffic, could share communicators."
     out.print(note)
     counts = communicators(subject.plan)
-    shares = [f"{span(count)} with share={share}" for share, count in counts.items()]
-    group_count = span(counts["none"])
-    alone = span(one_rank_groups(subject.plan))
-    out.print(
-        f"Each rank is in {group_count} groups, {alone} of one rank; communicators: "
-        f"{', '.join(shares)}."
-    )
+    alone = communicators(subject.plan, of_one_rank=True)
+    shares = []
+    for share, count in counts.items():
+        shares.append(f"{span(count)} with share={share}, {span(alone[share])} of one rank")
+    out.print(f"Each rank is in {span(counts['none'])} groups. Communicators: {'; '.join(shares)}.")
     out.print(
         "gloo connects them at the start; NCCL on first use, or at the start with torch 2.15, with "
         "connect=eager, or where the default group is bound to a device."

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -43,7 +43,8 @@ class PooledGroup:
     """A label's group: its global ranks, torch's group, its dims, and whose communicator it is.
 
     ``shares`` is None for a group created for this label; else the label that it was created for,
-    or ``DEFAULT`` where outside code returned the default group.
+    with the owner's name if it is another pool's, or ``DEFAULT`` where outside code returned the
+    default group.
     """
 
     label: str
@@ -74,6 +75,9 @@ class GroupPool:
         # One for each call of ``make``: equal on all ranks, also on those outside of the group.
         self._labels: list[str] = []
         self._timeout: timedelta | None = None  # with which the groups were created
+        self._ranks: Sequence[int] = ()  # that created them together
+        self._lenders: list[GroupPool] = []  # whose communicators are used while groups are created
+        self.lends = policy.share == "states"  # whether later pools may use its communicators
         self.holder: Callable[[], Any] = weakref.ref(self)  # whose destroy() is all of it
         live_pools()  # lets go of those whose groups outside code has destroyed
         _live.add(self)
@@ -114,10 +118,16 @@ class GroupPool:
         call = f"{call} of {self.owner}"
         with _reporting_failures(), creating(ranks, timeout) as store:
             abilities = creation.abilities(self.policy)
+            lenders = self._possible_lenders(ranks)
+            if lenders:
+                epochs = [lender.agreement.epoch for lender in lenders]
+                proposal = {**proposal, "states to share with, by epoch": ", ".join(epochs)}
             self.agreement = prepare(
                 store, ranks, proposal, self.policy, abilities, timeout, init_count, call
             )
             self._timeout = timeout
+            self._ranks = ranks
+            self._lenders = [lender for lender in lenders if lender.agreement.is_as(self.agreement)]
             before = self._contents()
             try:
                 with (
@@ -135,6 +145,34 @@ class GroupPool:
                 if one_device:
                     _forget_locals(error)
                 raise
+            finally:
+                self._lenders = []
+
+    def _possible_lenders(self, ranks: Sequence[int]) -> list[GroupPool]:
+        """Earlier pools of the same ranks and choices that lend; equal on all ranks, or refused."""
+        if self.policy.share != "states":
+            return []
+        registered = of_torch.registered_groups()
+        lenders = []
+        for pool in live_pools():
+            is_whole = all(pooled.group in registered for pooled in pool.groups)
+            is_alike = pool.policy == self.policy and [*pool._ranks] == [*ranks]
+            if pool.lends and pool is not self and is_whole and is_alike and not pool.suspended:
+                lenders.append(pool)
+        return sorted(lenders, key=lambda pool: pool.agreement.epoch)
+
+    def _existing(
+        self, label: str, ranks: Ranks, kind: Kind | None
+    ) -> tuple[GroupPool, str] | None:
+        """The pool and the label whose communicator a group uses; None for one of its own."""
+        owner = owner_of(self._owners, label, ranks, kind, self.policy)
+        if owner is not None:
+            return self, owner
+        for lender in self._lenders:
+            owner = lender._owners.get(kind.over(ranks)) if kind is not None else None
+            if owner is not None:
+                return lender, owner
+        return None
 
     def _log_creation(self, call: str, first: int, begin: float) -> None:
         created = self.groups[first:]
@@ -213,25 +251,29 @@ class GroupPool:
                     # Every rank leaves out the same groups, including those that it is not in.
                     missing = []
                     for ranks in everyone():
-                        owner = owner_of(self._owners, label, ranks, kind, self.policy)
-                        if owner is None and (len(ranks) > 1 or way_alone == way):
+                        existing = self._existing(label, ranks, kind)
+                        if existing is None and (len(ranks) > 1 or way_alone == way):
                             missing.append(ranks)
                     created = creation.by_world(way, label, missing, epoch, **options)
                 for name, ranks in ranks_of.items():
-                    owner = owner_of(self._owners, label, ranks, kind, self.policy)
-                    if owner is not None:
-                        group = self._shared(ranks, owner)
+                    existing = self._existing(label, ranks, kind)
+                    shares = None
+                    if existing is not None:
+                        owner, shares = existing
+                        group = owner._shared(ranks, shares)
+                        if owner is not self:
+                            shares = f"{shares} of an earlier {owner.owner}"
                     elif (way_alone if len(ranks) == 1 else way) == "members":
                         group = creation.by_members(name, ranks, epoch, waits, **options)
                     else:
                         # by_world returns this rank's groups in the order of ranks_of.
                         group = created.pop(0)
-                    pooled = PooledGroup(label, tuple(ranks), group, dims, owner)
+                    pooled = PooledGroup(label, tuple(ranks), group, dims, shares)
                     # Before any other call: a failure in it destroys what is in this list.
                     self.groups.append(pooled)
                     self._take_into_use(pooled, timeout)
                     # It fails in time while it connects, and has its own timeout from now on.
-                    if shorter is not None and owner is None:
+                    if shorter is not None and shares is None:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._labels.append(label)
                 if _log.isEnabledFor(logging.DEBUG):
@@ -340,10 +382,12 @@ class GroupPool:
         self._drop(self.groups[keep:], abort)
         if not keep:
             self._labels = []
+            self._owners = {}
             self.suspended = None
 
     def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
         """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
+        self.lends = False  # not all that it created is there any more
         identities = {id(group) for group in groups}
         leaving = [pooled for pooled in self.groups if id(pooled.group) in identities]
         self._drop(leaving, abort)
@@ -355,7 +399,8 @@ class GroupPool:
         collectives. The ranks agree before the first group is suspended and after the last. The
         groups stay the same objects. One that its backend has suspended must not be used until
         ``resume``: neither torch nor this pool refuses a collective over it. No group can be
-        created in this pool meanwhile.
+        created in this pool meanwhile. A group that another pool uses too is suspended with the
+        last of them, and awake with the first that resumes.
 
         Parameters
         ----------
@@ -398,7 +443,7 @@ class GroupPool:
             try:
                 begin = time.monotonic()
                 with telling_others(lambda: ranks):
-                    suspension.start(_label_of(self.groups), how)
+                    suspension.start(self._label_of_sleepers(), how)
                 seconds = time.monotonic() - begin
                 _log.info("%s: suspended in %.3f s: %s", call, seconds, suspension.report)
                 suspended = {**proposal, "suspended": True}
@@ -431,13 +476,29 @@ class GroupPool:
         if self.suspended is None:
             raise RuntimeError(f"the groups of {self.owner} are not suspended.")
         begin = time.monotonic()
+        for pool in self._others():
+            if pool.suspended is not None:
+                pool.suspended.wake([pooled.group for pooled in self.groups])
         self.suspended.wake()
         self.suspended = None
         _log.info("resume of %s: done in %.3f s", self.owner, time.monotonic() - begin)
 
+    def _label_of_sleepers(self) -> dict[ProcessGroup, str]:
+        """Torch's groups of this pool, with their labels, but those that an awake pool uses."""
+        registered = of_torch.registered_groups()
+        awake = [pool for pool in self._others() if pool.suspended is None]
+        label_of: dict[ProcessGroup, str] = {}
+        for pooled in self.groups:
+            is_used = any(pool._uses(pooled.group) for pool in awake)
+            if pooled.shares != DEFAULT and pooled.group in registered and not is_used:
+                label_of.setdefault(pooled.group, pooled.label)
+        return label_of
+
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
         before = self.groups
         self.groups = [pooled for pooled in before if pooled not in leaving]
+        if self.policy.share == "states":
+            leaving = self._hand_over(leaving)
         try:
             self._close(leaving, abort)
         except BaseException:
@@ -448,6 +509,30 @@ class GroupPool:
                 if pooled not in leaving or of_torch.is_registered(pooled.group)
             ]
             raise
+
+    def _hand_over(self, leaving: list[PooledGroup]) -> list[PooledGroup]:
+        """Let another pool that uses a group own it from now on; returns those of no other."""
+        unused = []
+        for pooled in leaving:
+            users = [pool for pool in self._others() if pool._uses(pooled.group)]
+            if not users:
+                unused.append(pooled)
+            elif pooled.shares is None:
+                users[0]._own(pooled.group)
+        return unused
+
+    def _others(self) -> list[GroupPool]:
+        return [pool for pool in live_pools() if pool is not self]
+
+    def _uses(self, group: ProcessGroup) -> bool:
+        return any(pooled.group is group for pooled in self.groups)
+
+    def _own(self, group: ProcessGroup) -> None:
+        """Own a group from now on that was another pool's."""
+        for place, pooled in enumerate(self.groups):
+            if pooled.group is group:
+                self.groups[place] = replace(pooled, shares=None)
+                return
 
     def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
         label_of = _label_of(leaving)
@@ -519,3 +604,10 @@ def live_pools() -> list[GroupPool]:
             return [pool for pool in [*_live] if pool.groups or pool.suspended is not None]
         except RuntimeError:  # another thread has created a pool meanwhile
             continue
+
+
+def stop_lending(groups: Sequence[ProcessGroup | None]) -> None:
+    """Let no later pool use the communicators of the pools that have one of ``groups``: changed."""
+    for pool in live_pools():
+        if any(group is not None and pool._uses(group) for group in groups):
+            pool.lends = False

@@ -44,7 +44,8 @@ class Suspension:
 
     def __init__(self) -> None:
         self.report: dict[str, Suspended] = {}
-        self._sleeping: list[Any] = []  # backends, in the order in which they were suspended
+        # Groups and their backends, in the order in which they were suspended.
+        self._sleeping: list[tuple[ProcessGroup, Any]] = []
 
     def start(self, label_of: Mapping[ProcessGroup, str], how: str) -> None:
         """Suspend groups, given with their labels, if ``how`` is "native"; fill the report.
@@ -86,7 +87,7 @@ class Suspension:
                         f"{in_words(error)} No group stays suspended. To free what groups hold, "
                         f"destroy them, and initialise again when they are needed."
                     ) from error
-                self._sleeping.append(backend)
+                self._sleeping.append((group, backend))
                 communicators += 1
                 if size is None or freed is None:
                     freed = None  # one of them does not say
@@ -94,11 +95,13 @@ class Suspension:
                     freed += size
         return Suspended("native", communicators, freed)
 
-    def wake(self) -> None:
-        """Let the backends resume, in the order in which they were suspended."""
-        while self._sleeping:
-            self._sleeping[0].resume()
-            del self._sleeping[0]
+    def wake(self, groups: Sequence[ProcessGroup] | None = None) -> None:
+        """Let the backends of ``groups`` resume, by default of all, in the order of suspension."""
+        for sleeping in [*self._sleeping]:
+            group, backend = sleeping
+            if groups is None or any(group is other for other in groups):
+                backend.resume()
+                self._sleeping.remove(sleeping)
 
 
 def _kind(group: ProcessGroup) -> str:

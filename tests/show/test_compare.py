@@ -125,10 +125,13 @@ def test_the_number_of_communicators_is_that_of_every_rank(sizes):
     planned = plan(**sizes)
     for share, span in communicators(planned).items():
         counts = []
+        alone = []
         for rank in range(WORLD):
-            owners = [owner for *_, owner in planned.sharing(rank, Policy(share=share))]
-            counts.append(owners.count(None))
+            sharing = [*planned.sharing(rank, Policy(share=share))]
+            counts.append(sum(owner is None for _, _, owner in sharing))
+            alone.append(sum(owner is None and len(ranks) == 1 for _, ranks, owner in sharing))
         assert span == (min(counts), max(counts))
+        assert communicators(planned, True)[share] == (min(alone), max(alone))
 
 
 @pytest.mark.parametrize("share", ["none", "all"])
