@@ -30,7 +30,7 @@ _BASE_VIEW_NAME = BASE
 Key: TypeAlias = str | tuple[str, tuple[str, ...]]
 
 
-def _is_process_group_member(pg: ProcessGroup | None) -> bool:
+def _is_process_group_member(pg: object) -> bool:
     return pg is not None and pg is not dist.GroupMember.NON_GROUP_MEMBER
 
 
@@ -106,11 +106,11 @@ class HyperCommGrid:
         self._borrowed = self._foreign()
 
     @property
-    def _pgs(self) -> dict[Any, Any]:
+    def _pgs(self) -> dict[Key, ProcessGroup | None]:
         return self.core._pgs
 
     @_pgs.setter
-    def _pgs(self, groups: dict[Any, Any]) -> None:
+    def _pgs(self, groups: dict[Key, ProcessGroup | None]) -> None:
         self.core._pgs = groups
 
     def __repr__(self) -> str:
@@ -251,7 +251,8 @@ class HyperCommGrid:
     ) -> list[list[int]]:
         layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
         # The last of the dims given is the fastest.
-        return layout.groups(list(dims)[::-1], as_given=True).tolist()
+        groups: list[list[int]] = layout.groups(list(dims)[::-1], as_given=True).tolist()
+        return groups
 
     def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
         return self._order_dims_for(self.dim_names, dims)

@@ -385,7 +385,7 @@ class GroupPool:
             self._owners = {}
             self.suspended = None
 
-    def close(self, groups: Iterable[ProcessGroup], *, abort: bool = False) -> None:
+    def close(self, groups: Iterable[ProcessGroup | None], *, abort: bool = False) -> None:
         """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
         self.lends = False  # not all that it created is there any more
         identities = {id(group) for group in groups}
