@@ -155,8 +155,8 @@ def owner_of(
 class Abilities:
     """The abilities of this process, as ranks report them in phase 1.
 
-    ``obstacle`` says why no group can be created by its members alone; ``bound`` why none of the
-    default group's backend can: it is bound to a device, and each new group is split from it.
+    ``obstacle`` says why no group can be created by its members alone; ``bound`` why none that
+    torch splits can: the default group is bound to a device, and each of them is split from it.
     """
 
     obstacle: str | None = None
@@ -164,54 +164,94 @@ class Abilities:
     can_connect_lazily: bool = True
 
 
+class Way(NamedTuple):
+    """Who creates a group, and why: where all conditions that are not None hold."""
+
+    creators: str  # the choice of ``creation``
+    why: str
+    obstacle: bool | None = None  # members alone cannot create any group
+    one_rank: bool | None = None
+    bound: bool | None = None  # the default group is, and its splits want every rank
+    splits: bool | None = None  # torch splits such a group where the default group is bound
+    asked: str | None = None  # by ``creation``
+
+
+# The first row that holds decides, on all ranks alike.
+WAYS = (
+    Way("everyone", "members alone cannot create a group here", obstacle=True),
+    Way("members", "a group of one rank has nobody to connect to", one_rank=True),
+    Way(
+        "members",
+        "torch splits no such group, and nobody else takes part",
+        bound=True,
+        splits=False,
+    ),
+    Way("everyone", "creation='everyone'", asked="everyone"),
+    Way("split", "creation='split'", splits=True, asked="split"),
+    Way("split", "torch splits each such group, with every rank", bound=True),
+    Way("members", "nobody else is needed"),
+)
+
+
 @dataclass(frozen=True)
 class Agreement:
     """The result on which the ranks of a window have agreed."""
 
     epoch: str  # part of every group's name; never used twice in the life of the store
-    # Who creates the groups of a backend that torch splits: "members", "split" or "everyone".
-    way: str = "members"
-    unsplit_way: str = "members"  # who creates the groups of the other backends
-    alone: bool = True  # whether a rank creates a group of its own without the others
-    why: str = ""  # why members alone cannot create; empty if they can
+    creation: str = "auto"  # as the policy asked
+    obstacle: str = ""  # why members alone cannot create any group; empty if they can
+    bound: str = ""  # why they cannot create one that torch splits; empty if they can
     lazy: bool = False  # whether gloo connects on first use
+
+    @property
+    def way(self) -> str:
+        """Who creates groups of several ranks with the default group's backend."""
+        return self.way_of(one_rank=False, splits=True)
+
+    @property
+    def why(self) -> str:
+        """Why members alone cannot create; empty if they can."""
+        return self.obstacle or self.bound
+
+    def way_of(self, one_rank: bool, splits: bool) -> str:
+        """Who creates a group: the choice of ``creation`` in the first row of ``WAYS`` that holds.
+
+        ``splits`` says whether torch splits such a group where the default group is bound.
+        """
+        facts = {
+            "obstacle": bool(self.obstacle),
+            "one_rank": one_rank,
+            "bound": bool(self.bound),
+            "splits": splits,
+            "asked": self.creation,
+        }
+        for way in WAYS:
+            if all(getattr(way, name) in (None, fact) for name, fact in facts.items()):
+                return way.creators
+        raise AssertionError("the last row holds always")
 
     def is_as(self, other: Agreement) -> bool:
         """Whether the same ranks take part in creating each group as under ``other``."""
-        return replace(self, epoch=other.epoch, why=other.why) == other
+        return replace(self, epoch=other.epoch) == other
 
 
 def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[str, Any]:
-    """The best way of creation that all ranks can use, or why the requested one is impossible."""
-    obstacle = None
-    bound = None
-    all_can_connect_lazily = True
-    for of_rank in abilities:
-        obstacle = obstacle or of_rank.obstacle
-        bound = bound or of_rank.bound
-        all_can_connect_lazily = all_can_connect_lazily and of_rank.can_connect_lazily
-    # From the best way to the one that is always possible: why it is impossible.
-    reasons = {"members": obstacle or bound, "split": obstacle, "everyone": None}
-    way = policy.creation
-    if way == "auto":
-        way = next(name for name, reason in reasons.items() if reason is None)
-    elif reasons[way] is not None:
-        return {"error": f"creation={way!r} is not possible here: {reasons[way]}. Use 'auto'."}
-    # A default group bound to a GPU is split for each NCCL group, but not for a gloo group.
-    unsplit_way = "members"
-    if obstacle is not None:
-        unsplit_way = "everyone"
-    elif policy.creation == "everyone" and bound is None:
-        # With a bound one, ranks outside a gloo group would wait in torch for a split.
-        unsplit_way = "everyone"
+    """What all ranks can do together, or why what the policy asks is impossible."""
+    obstacles = [of_rank.obstacle for of_rank in abilities if of_rank.obstacle]
+    bounds = [of_rank.bound for of_rank in abilities if of_rank.bound]
+    all_can_connect_lazily = all(of_rank.can_connect_lazily for of_rank in abilities)
     agreement = Agreement(
         epoch=epoch,
-        way=way,
-        unsplit_way=unsplit_way,
-        alone=obstacle is None,
-        why=reasons["members"] or "",
+        creation=policy.creation,
+        obstacle=obstacles[0] if obstacles else "",
+        bound=bounds[0] if bounds else "",
         lazy=policy.connect == "lazy" and all_can_connect_lazily,
     )
+    if policy.creation not in ("auto", agreement.way):
+        return {
+            "error": f"creation={policy.creation!r} is not possible here: {agreement.why}. Use "
+            f"'auto'."
+        }
     return asdict(agreement)
 
 

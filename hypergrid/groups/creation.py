@@ -248,11 +248,10 @@ def way_of(agreement: Agreement, backend: str | None, members: int) -> str:
     A group of one rank has nobody to connect to: its rank creates it alone, and the others do not
     take part, wherever torch allows it.
     """
-    if members == 1 and agreement.alone:
-        return "members"
-    if agreement.way == agreement.unsplit_way or split_off(backend):
-        return agreement.way
-    return agreement.unsplit_way
+    one_rank = members == 1
+    if agreement.bound or agreement.creation == "split":
+        return agreement.way_of(one_rank, is_split(backend))
+    return agreement.way_of(one_rank, splits=True)
 
 
 def devices_of(backend: str | None) -> dict[str, str]:
@@ -277,7 +276,7 @@ def _part(device: str) -> Any:
         return None
 
 
-def _splits_at_creation(device: str) -> bool:
+def _splits(device: str) -> bool:
     """Whether torch splits new groups off a default group that is bound to this type of device.
 
     It does where ranks outside of the new group can take part: NCCL's, not gloo. Torchcomms
@@ -287,22 +286,17 @@ def _splits_at_creation(device: str) -> bool:
     return not of_torch.torchcomms() and hasattr(part, "perform_nocolor_split")
 
 
-def _split_device() -> str:
-    """Equal on all ranks, also if the default group is bound on some of them only."""
-    default_devices = [*devices_of(None)]
-    for device in default_devices:
-        if _splits_at_creation(device):
-            return device
-    return default_devices[0]
+def is_split(backend: str | None) -> bool:
+    """Whether torch splits a group of ``backend`` where the default group is bound.
 
-
-def split_off(backend: str | None) -> bool:
-    """Whether a group of ``backend`` is created as the agreement says for the default backend.
-
-    It is if it has the default group's backend on the device from which torch splits new groups,
-    whichever other backends it has. Equal on all ranks.
+    It does if the group has the default group's backend on the device from which torch splits,
+    whichever other backends it has. Equal on all ranks, also if the default group is bound on some
+    of them only.
     """
-    return _is_default_on(_split_device(), backend)
+    default_devices = devices_of(None)
+    splitting = [device for device in default_devices if _splits(device)]
+    device = [*splitting, *default_devices][0]
+    return devices_of(backend).get(device) == default_devices[device]
 
 
 def bound_to(backend: str | None = None) -> str | None:
@@ -311,15 +305,9 @@ def bound_to(backend: str | None = None) -> str | None:
     None if it does not: the default group is not bound to a device, or to that of another backend.
     """
     device = of_torch.bound_device(of_torch.default_group())
-    if device is None or not _splits_at_creation(device.type):
-        return None
-    if not _is_default_on(device.type, backend):
+    if device is None or not _splits(device.type) or not is_split(backend):
         return None
     return device.type
-
-
-def _is_default_on(device: str, backend: str | None) -> bool:
-    return devices_of(backend).get(device) == devices_of(None).get(device)
 
 
 def can_wait(backend: str | None = None) -> bool:

@@ -62,7 +62,7 @@ def test_a_rank_alone_beside_a_group_of_others_takes_part_in_their_split_only(ra
     groups = [(0, 1), (2,), (3,)]
     own = next(ranks for ranks in groups if rank in ranks)
     with HyperCommGrid([4], ["dp"]).two_phase_commit({"groups over": "all"}) as pool:
-        pool.agreement = replace(pool.agreement, way=way)
+        pool.agreement = replace(pool.agreement, creation=way)
         pool.make("A", {"A": own}, lambda: groups)
     assert world.splits == 1 and connected(pool.groups) == [int(rank < 2)]
     assert nccl_rules.total(pool.groups[0].group) == len(own)

@@ -14,7 +14,8 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import creation, gloo
-from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
+from hypergrid.policy import WAYS, Abilities, Agreement, Policy, accept, choose
+from tests.support import ROOT
 from tests.support.forked import from_all, join, on_ranks, open_groups, run_ranks
 from tests.support.groups import check_all_reduce, state_groups
 
@@ -42,21 +43,47 @@ one_rank_cannot = pytest.mark.parametrize(
         (
             Abilities("an old torch"),
             Abilities(),
-            Agreement("", "everyone", "everyone", False, "an old torch", lazy=True),
+            Agreement("", obstacle="an old torch", lazy=True),
         ),
         (
             Abilities(),
             Abilities(bound="a device"),
             # Gloo twins are created by their members, and a group of one rank by that rank.
-            Agreement("", "split", "members", True, "a device", lazy=True),
+            Agreement("", bound="a device", lazy=True),
         ),
         (
             Abilities(can_connect_lazily=False),
             Abilities(),
-            Agreement("", "members", "members", True, "", lazy=False),
+            Agreement("", lazy=False),
         ),
     ],
 )
+
+
+WORDS = {
+    ("obstacle", True): "an obstacle",
+    ("one_rank", True): "one rank",
+    ("bound", True): "a bound default group",
+    ("splits", True): "split by torch",
+    ("splits", False): "not split by torch",
+}
+
+
+def test_the_page_has_the_table_of_who_creates_a_group():
+    page = (ROOT / "docs" / "groups.md").read_text()
+    table = page.partition("| Where | `creation` | Why |")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    for (where, creators, why), way in zip(rows, WAYS, strict=True):
+        assert (creators, why) == (way.creators, way.why)
+        conditions = way._asdict()
+        words = [word for (name, value), word in WORDS.items() if conditions[name] is value]
+        if way.asked is not None:
+            words.append(f"asked for {way.asked}")
+        assert where == (", ".join(words) or "else")
+
+
+def test_the_last_way_is_for_every_group():
+    assert WAYS[-1][2:] == (None,) * len(WAYS[-1][2:])
 
 
 @one_rank_cannot

@@ -129,7 +129,7 @@ def test_each_split_has_its_own_options_so_that_no_timeout_changes_another_group
     world = start(rank, 2, kind="nccl, bound")
     shared = nccl_rules.Options()
     with HyperCommGrid([2], ["dp"]).two_phase_commit({"groups over": "all"}) as pool:
-        pool.agreement = replace(pool.agreement, way="split", unsplit_way="split")
+        pool.agreement = replace(pool.agreement, creation="split")
         for minutes in (1, 2, 3, 4):
             options = {"timeout": timedelta(minutes=minutes)}
             if minutes > 2:

@@ -119,11 +119,11 @@ def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
         return [bool(question(backend)) for backend in backends]
 
     is_of_default = [True] * 4 + [False] * 3
-    assert answers(creation.split_off) == is_of_default  # equal on all ranks, bound or not
+    assert answers(creation.is_split) == is_of_default  # equal on all ranks, bound or not
     assert answers(creation.bound_to) == [False] * 7
     assert creation.abilities() == creation.Abilities()
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    assert answers(creation.split_off) == answers(creation.bound_to) == is_of_default
+    assert answers(creation.is_split) == answers(creation.bound_to) == is_of_default
     abilities = creation.abilities()
     assert "bound to a cuda device" in abilities.bound
     assert "connect='lazy'" not in abilities.bound  # this backend does not take it
