@@ -91,36 +91,46 @@ def show(
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
 ) -> None:
     """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
-    offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
-    if not has_experts(subject.layouts):
-        offered = [name for name in offered if name != "expert"]
-    name = "decoder"
-    if view is not None:
-        name = view
-    elif by is not None:
-        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
-        larger = (other for other in offered if subject.layouts[other].size_of(by) > 1)
-        name = next(larger, name)
-    if name not in subject.layouts:
-        raise LayoutError(f"there is no view {name!r}: there are {', '.join(subject.layouts)}.")
+    shown = _layout_shown(subject, view, by)
     for path in (png, svg):
         if path is not None:
-            drawn = offered if view is None and by is None else [name]
+            only = None if view is None and by is None else shown
             with prints.working(f"Drawing {path}"):
-                _write_picture(subject, path, drawn, by)
+                _write_picture(subject, path, only, by)
     if html is not None:
-        if "decoder" not in subject.plan.layouts:
-            offered = list(subject.plan.layouts)
-        # The page opens on the first one.
-        offered = [name, *(other for other in offered if other != name)]
         with prints.working(f"Writing {html}"):
-            _write_page(subject, html, offered, by)
+            _write_page(subject, html, shown, by)
     written = [str(path) for path in (html, png, svg) if path not in (None, _PRINTED)]
     if written:
         # Behind a page on standard output nothing may follow.
         typer.echo(printable(f"wrote {', '.join(written)}"), err=html == _PRINTED)
-    if written or html is not None:
-        return
+    elif html is None:
+        _print_table(subject, shown, by, hosts)
+
+
+def _offered(subject: PlannedJob) -> list[str]:
+    """The layouts that users know, of those that this job has; the experts' if it has experts."""
+    offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
+    if not has_experts(subject.layouts):
+        offered = [name for name in offered if name != "expert"]
+    return offered
+
+
+def _layout_shown(subject: PlannedJob, view: str | None, by: str | None) -> str:
+    """The layout of ``view``; else the first one in which the dim ``by`` is larger than 1.
+
+    Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
+    """
+    name = view or "decoder"
+    if view is None and by is not None:
+        larger = (other for other in _offered(subject) if subject.layouts[other].size_of(by) > 1)
+        name = next(larger, name)
+    if name not in subject.layouts:
+        raise LayoutError(f"there is no view {name!r}: there are {', '.join(subject.layouts)}.")
+    return name
+
+
+def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | None) -> None:
     from hypergrid.show.terminal import table
 
     layout = subject.layouts[name]
@@ -146,18 +156,25 @@ def show(
     out.print(f"Ranks of one colour are one group over {by}; the last line numbers the groups.")
 
 
-def _write_picture(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
+def _write_picture(subject: PlannedJob, path: Path, only: str | None, by: str | None) -> None:
+    """Draw one layout, or all that are offered."""
     from hypergrid.show.picture import picture
 
     plan = replace(subject.plan, layouts=subject.layouts)
+    names = _offered(subject) if only is None else [only]
     picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
 
 
-def _write_page(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
+def _write_page(subject: PlannedJob, path: Path, first: str, by: str | None) -> None:
+    """Write the page of all layouts; it opens on the ``first``."""
     from hypergrid.show.page import page
 
     if by is not None:
-        subject.layouts[names[0]].dim_size(by)  # refuses a dim that is not there
+        subject.layouts[first].dim_size(by)  # refuses a dim that is not there
+    offered = _offered(subject)
+    if "decoder" not in subject.plan.layouts:
+        offered = list(subject.plan.layouts)
+    names = [first, *(name for name in offered if name != first)]
     text = page(subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by)
     if path == _PRINTED:
         typer.echo(text.encode(), nl=False)
