@@ -26,11 +26,9 @@ T = TypeVar("T")
 
 # THE LIST of releases: the last one of each line, with which the tests compare. Whatever depends on
 # the newest, in scripts and tests too, takes it from here.
-PUBLISHED = (
-    *("0.12.3", "0.13.1", "0.14.0", "0.15.3"),
-    *("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
-)
-OLDEST: Version = (0, 12)
+PUBLISHED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+OLDEST: Version = (0, 14)
+LAST_WITH_OLDER = "0.1.0"  # the hypergrid that followed releases before OLDEST
 NEWEST: Version = (0, 20)  # the branch main of August 2026, whose parallel_state.py is 0.19.2's
 _BRANCH: Version = (1_000, 0)  # for what branches have and no release
 
@@ -38,20 +36,6 @@ _BRANCH: Version = (1_000, 0)  # for what branches have and no release
 # Names that not all releases have: functions, private globals, arguments. "function.argument" is
 # the argument of this function alone.
 _FIRST: dict[Version, str] = {  # ... and from which release on
-    (0, 13): """
-        create_hierarchical_groups overwrite_nccl_comm_cfgs high_priority_stream_groups vp_stage
-        get_intra_distributed_optimizer_instance_group HAVE_EINOPS
-        get_inter_distributed_optimizer_instance_group
-        partial_expert_data_parallel get_expert_data_parallel_group.check_initialized
-        get_model_parallel_group.check_initialized get_embedding_group.check_initialized
-        get_pipeline_model_parallel_group.check_initialized
-        get_position_embedding_group.check_initialized
-        get_tensor_and_context_parallel_group.check_initialized
-        get_expert_tensor_model_pipeline_parallel_group.check_initialized
-        _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-        _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-    """,
-    (0, 14): "sharp_enabled_group",
     (0, 15): """
         update_pg_timeout _global_process_group_list
         get_tensor_and_data_parallel_group.check_initialized
@@ -89,19 +73,6 @@ _FIRST: dict[Version, str] = {  # ... and from which release on
     """,
 }
 _LAST: dict[Version, str] = {  # ... and up to which release
-    (0, 12): """
-        create_hierarchical_parallel_groups get_inter_partial_data_parallel_group
-        _INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP get_moe_layer_wise_logging_tracker
-        _MOE_LAYER_WISE_LOGGING_TRACKER
-    """,
-    (0, 13): """
-        pipeline_model_parallel_split_rank split_rank encoder_tensor_model_parallel_size
-        encoder_pipeline_model_parallel_size is_inside_encoder is_inside_decoder
-        is_pipeline_stage_before_split is_pipeline_stage_after_split is_pipeline_stage_at_split
-        get_pipeline_model_parallel_split_rank set_pipeline_model_parallel_split_rank
-        get_pipeline_model_parallel_decoder_start
-        _PIPELINE_MODEL_PARALLEL_SPLIT_RANK _PIPELINE_MODEL_PARALLEL_DECODER_START
-    """,
     (0, 16): """
         is_unitialized get_data_modulo_expert_parallel_group _GLOBAL_SYMMETRIC_MEMORY_BUFFER
         get_global_symmetric_memory_buffer destroy_global_symmetric_memory_buffer
@@ -132,35 +103,8 @@ for _name, _release in _by_name(_LAST).items():
 # signature of most releases then needs no wrapper.
 BEFORE = {"with_gtp_remat": "partial_"}
 
-# Defaults that differ from those in parallel_state.py, and in which releases.
-DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": ((OLDEST, (0, 12)), False)}
-
 # Other behaviour of releases, by name; or the name above that comes and goes with it.
 FACTS: dict[str, Span | str] = {
-    # the data-parallel group is created before the one with cp, and without SHARP
-    "dp_first": (OLDEST, (0, 12)),
-    # optimizer instances: groups between them are dense (later releases use the experts') ...
-    "instances_in_dense": "get_inter_partial_data_parallel_group",
-    # ... or the expert grid is split too, and an instance has a group of all its ranks
-    "instances_in_expert": "get_intra_distributed_optimizer_instance_group",
-    # hierarchical context parallelism: levels have torch's timeout, and are a list when unset
-    "plain_levels": "create_hierarchical_parallel_groups",
-    # a pipeline's default embedding ranks depend on the stage at which it splits
-    "splits": "split_rank",
-    # NCCL options that a section leaves out are set for Hopper; priorities are not read
-    "nccl_defaults": (OLDEST, (0, 12)),
-    # ranks and sizes come from torch, for which None is the world; later from the group itself
-    "numbers_from_torch": (OLDEST, (0, 12)),
-    # the virtual stage is an argument; before, the one that was set last
-    "vp_stage": "vp_stage",
-    # the stage asks torch for the rank first, which raises its own error without a world
-    "stage_asks_torch": (OLDEST, (0, 13)),
-    # ... and later for the stage, which raises an error for a group that torch did not create
-    "stage_from_torch": ((0, 14), NEWEST),
-    # functions about encoder and decoder warn that they are deprecated
-    "encoder_deprecated": ((0, 13), NEWEST),
-    # SHARP's variable is set to 1 and 0; before, use_sharp only set it to 0
-    "sharp_switched": "sharp_enabled_group",
     # the expert-parallel group has torch's timeout and not the one asked for
     "plain_ep": (OLDEST, (0, 15)),
     # two more axes for weights, also in get_all_ranks() and RankGenerator
@@ -179,22 +123,31 @@ def _is_in(span: Span, release: Version) -> bool:
 
 
 def _nearest_known(text: str, origin: str) -> Version:
-    """The release of a version number, or the nearest that is known, with a warning."""
+    """The release of a version number; of a newer one the nearest that is known, with a warning.
+
+    ValueError for one that is older than all that are followed.
+    """
     numbers = re.match(r"v?(\d{1,9})\.(\d{1,9})", text)
     if numbers is None:
         raise ValueError(f"{origin}={shown(text)} is not a release: write it as in '0.16.1'.")
     release = (int(numbers[1]), int(numbers[2]))
-    nearest = min(max(release, OLDEST), NEWEST)
-    if release != nearest:
-        follows = "{}.{}".format(*nearest)
-        word = "newer" if release > nearest else "older"
+    oldest = "{}.{}".format(*OLDEST)
+    newest = "{}.{}".format(*NEWEST)
+    if release < OLDEST:
+        raise ValueError(
+            f"megatron-core {text} ({origin}) is older than {oldest}, the first release that this "
+            f"hypergrid follows. hypergrid-comm {LAST_WITH_OLDER} was the last to follow it: "
+            f"install that one, or a newer megatron-core. What needs no Megatron runs with "
+            f"{ASKED}={newest}."
+        )
+    if release > NEWEST:
         warnings.warn(
-            f"megatron-core {text} is {word} than every release that hypergrid knows: it behaves "
-            f"as {follows}. Compare the two releases' parallel_state, or use a hypergrid that "
-            f"knows yours; {ASKED}={follows} silences this.",
+            f"megatron-core {text} is newer than every release that hypergrid knows: it behaves "
+            f"as {newest}. Compare the two releases' parallel_state, or use a hypergrid that "
+            f"knows yours; {ASKED}={newest} silences this.",
             stacklevel=3,
         )
-    return nearest
+    return min(release, NEWEST)
 
 
 def _most_alike(source: Source, stated: Version) -> Version:
@@ -389,9 +342,6 @@ def as_released(function: F) -> F:
     placed = _placed(name, positional)
     written = {n: parameter.default for n, parameter in parameters.items()}
     defaults = dict(written)
-    for argument, (span, default) in DEFAULTS.items():
-        if argument in written and _is_in(span, RELEASE):
-            defaults[argument] = default
     defaults |= _other_defaults(name, defaults)
     # By name alone: what only we have, and what this release lacks where all are kept.
     named = [n for n in parameters if n not in placed and (EVERY or n not in positional)]
