@@ -186,7 +186,7 @@ def _warn_of_pretended_ranks(count: int) -> None:
         f"outside code has replaced functions of torch.distributed and says that there are "
         f"{count} ranks, which are not there: groups are created as megatron-core does, without an "
         f"agreement of the ranks.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

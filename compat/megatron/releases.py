@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import linecache
 import os
 import re
 import warnings
@@ -98,10 +96,6 @@ for _name, _release in _by_name(_FIRST).items():
 for _name, _release in _by_name(_LAST).items():
     _first, _ = SPANS.get(_name, (OLDEST, NEWEST))
     SPANS[_name] = (_first, _release)
-
-# Arguments that are written last, since most releases lack them, and what they stand before: the
-# signature of most releases then needs no wrapper.
-BEFORE = {"with_gtp_remat": "partial_"}
 
 # Other behaviour of releases, by name; or the name above that comes and goes with it.
 FACTS: dict[str, Span | str] = {
@@ -334,21 +328,24 @@ def as_released(function: F) -> F:
 
     The function is written with the arguments of all releases in their common order. Its signature
     shows those of this release; the others it refuses, or takes by keyword where ``ALL`` is set.
+    One that is written as in this release is given back itself.
     """
     name = function.__name__
-    signature = inspect.signature(function)
-    parameters = signature.parameters
+    parameters = inspect.signature(function).parameters
     positional = [n for n, parameter in parameters.items() if parameter.kind is not KEYWORD_ONLY]
     placed = _placed(name, positional)
-    written = {n: parameter.default for n, parameter in parameters.items()}
-    defaults = dict(written)
-    defaults |= _other_defaults(name, defaults)
     # By name alone: what only we have, and what this release lacks where all are kept.
     named = [n for n in parameters if n not in placed and (EVERY or n not in positional)]
+    written = {n: parameter.default for n, parameter in parameters.items()}
+    of_source = _other_defaults(name, written)
     released: Any = function
-    if defaults != written or [*placed, *named] != [*parameters]:
-        released = _rewritten(function, placed, named, defaults)
-    shown_parameters = [parameters[n].replace(default=defaults[n]) for n in placed]
+    if of_source:
+        defaults = [of_source.get(n, written[n]) for n in positional]
+        released.__defaults__ = tuple(default for default in defaults if default is not REQUIRED)
+    signature = inspect.signature(function)
+    if [*placed, *named] != [*parameters]:
+        released = _taking(function, placed, named)
+    shown_parameters = [signature.parameters[n] for n in placed]
     released.__signature__ = signature.replace(parameters=shown_parameters)
     return released  # type: ignore[no-any-return]
 
@@ -367,45 +364,27 @@ def _placed(function: str, positional: list[str]) -> list[str]:
             row = argument
         if row not in SPANS or present(row):
             placed.append(argument)
-    for late, prefix in BEFORE.items():
-        if late in placed:
-            placed.remove(late)
-            follower = next(argument for argument in placed if argument.startswith(prefix))
-            placed.insert(placed.index(follower), late)
     return placed
 
 
-def _rewritten(function: Any, placed: list[str], named: list[str], defaults: dict[str, Any]) -> Any:
-    """``function`` compiled anew: arguments by position and by name alone, the others constants.
-
-    A wrapper would double the cost of a call.
-    """
+def _taking(function: Any, placed: list[str], named: list[str]) -> Any:
+    """``function`` with the arguments ``placed`` by position or name, and ``named`` by name."""
     name = function.__name__
-    code = function.__code__
-    lines = linecache.getlines(code.co_filename, function.__globals__)  # also in a zip
-    start = code.co_firstlineno - 1
-    end = max(line for *_, line in code.co_lines() if line)  # or where its last statement ends
-    while end < len(lines) and lines[end][0].isspace():
-        end += 1
-    # Behind empty lines, so that the lines of a traceback are those of the file.
-    tree = ast.parse("\n" * start + "".join(lines[start:end]))
-    definition: Any = tree.body[0]
-    definition.decorator_list = []
-    definition.returns = None
-    arguments = [*placed, "*", *named] if named else placed
-    body = ["pass"]
-    for argument, default in defaults.items():
-        if argument not in arguments:
-            body.append(f"{argument} = {default!r}")
-    outline: Any = ast.parse(f"def outline({', '.join(arguments)}):\n    {'; '.join(body)}")
-    definition.args = outline.body[0].args
-    definition.body[:0] = outline.body[0].body
-    compiled = compile(tree, code.co_filename, "exec", dont_inherit=True)
-    (new_code,) = (c for c in compiled.co_consts if getattr(c, "co_name", "") == name)
-    rewritten = FunctionType(new_code, function.__globals__, name)
-    functools.update_wrapper(rewritten, function)
-    del rewritten.__wrapped__  # type: ignore[attr-defined]
-    with_default = [n for n in placed if defaults[n] is not REQUIRED]
-    rewritten.__defaults__ = tuple(map(defaults.get, with_default))
-    rewritten.__kwdefaults__ = {n: defaults[n] for n in named}
-    return rewritten
+    arguments = {*placed, *named}
+
+    @functools.wraps(function)
+    def released(*args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs:  # most calls
+            return function()
+        if not arguments.issuperset(kwargs):
+            unexpected = [argument for argument in kwargs if argument not in arguments]
+            raise TypeError(f"{name}() got an unexpected keyword argument {unexpected[0]!r}")
+        if not args:
+            return function(**kwargs)
+        if len(args) > len(placed):
+            raise TypeError(
+                f"{name}() takes at most {len(placed)} arguments by position, got {len(args)}"
+            )
+        return function(**dict(zip(placed, args, strict=False)), **kwargs)
+
+    return released

@@ -45,9 +45,9 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
 @as_released
 def get_data_parallel_group(
     with_context_parallel: bool = False,
+    with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
-    with_gtp_remat: bool = True,
 ) -> ProcessGroup:
     """Group over dp; optionally with cp, without gtp_remat, or of one optimizer instance."""
     if _gtp_remat and with_gtp_remat:
@@ -208,8 +208,8 @@ def get_expert_tensor_model_pipeline_parallel_group(
 @as_released
 def get_expert_data_parallel_group(
     check_initialized: bool = True,
-    partial_expert_data_parallel: bool = False,
     with_gtp_remat: bool = True,
+    partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
     """Group over the expert grid's dp; optionally without gtp_remat, or of one instance."""
     if _expert_gtp_remat and with_gtp_remat:

@@ -149,8 +149,8 @@ def get_pipeline_model_parallel_rank() -> int:
 @as_released
 def get_data_parallel_world_size(
     with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
     with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
 ) -> int:
     """Data-parallel size; arguments as for the group."""
     if _MPU_DATA_PARALLEL_WORLD_SIZE is not None:
@@ -163,8 +163,8 @@ def get_data_parallel_world_size(
 @as_released
 def get_data_parallel_rank(
     with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
     with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
 ) -> int:
     """This rank's place in the data-parallel group; arguments as for the group."""
     if _MPU_DATA_PARALLEL_RANK is not None:
@@ -294,7 +294,7 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
 
 @as_released
 def get_expert_data_parallel_world_size(
-    partial_expert_data_parallel: bool = False, with_gtp_remat: bool = True
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Expert-data-parallel size; arguments as for the group."""
     if not _numbers and not _answers():
@@ -304,7 +304,7 @@ def get_expert_data_parallel_world_size(
 
 @as_released
 def get_expert_data_parallel_rank(
-    partial_expert_data_parallel: bool = False, with_gtp_remat: bool = True
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """This rank's place in the expert-data-parallel group."""
     if not _numbers and not _answers():
