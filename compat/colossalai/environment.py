@@ -23,7 +23,7 @@ from hypergrid.plan import Ranks
 
 
 class _Pool(dict[str, Any]):
-    """What was created, by name."""
+    """A dict of what was created, by name."""
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(

@@ -28,7 +28,7 @@ class UniqueGroups:
         self._groups: dict[tuple[str | None, Ranks], ProcessGroup] = {}
 
     def missing(self, lists: Iterable[Ranks], backend: str | None) -> list[Ranks]:
-        """Those of the groups that were not created."""
+        """The lists whose groups were not created."""
         return [ranks for ranks in lists if (backend, ranks) not in self._groups]
 
     def create(
