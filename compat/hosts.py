@@ -54,7 +54,7 @@ def warn_of_tp_across_hosts(request: Request) -> None:
     if hosts:
         sentence = tp_across_hosts(layout, request.order, hosts)
         if sentence:
-            warnings.warn(sentence, stacklevel=3)
+            warnings.warn(sentence, stacklevel=4)
 
 
 def tp_across_hosts(layout: RankLayout, order: str, hosts: Sequence[str]) -> str:

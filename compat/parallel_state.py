@@ -31,9 +31,6 @@ from compat.megatron.getters.stages import *  # noqa: F403
 from compat.megatron.helpers import create_dynamic_dp_cp_groups as create_dynamic_dp_cp_groups
 from compat.megatron.helpers import create_group as create_group
 from compat.megatron.helpers import create_hierarchical_groups as create_hierarchical_groups
-from compat.megatron.helpers import (
-    create_hierarchical_parallel_groups as create_hierarchical_parallel_groups,
-)
 from compat.megatron.helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
 from compat.megatron.rank_generator import RankGenerator as RankGenerator
 from compat.megatron.rank_generator import default_embedding_ranks as default_embedding_ranks
@@ -65,7 +62,6 @@ def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
-    pipeline_model_parallel_split_rank: int | None = None,
     pipeline_model_parallel_comm_backend: str | None = None,
     use_sharp: bool = False,
     context_parallel_size: int = 1,
@@ -81,8 +77,6 @@ def initialize_model_parallel(
     nccl_communicator_config_path: str | None = None,
     distributed_timeout_minutes: float = 30,
     order: str = "tp-cp-ep-dp-pp",
-    encoder_tensor_model_parallel_size: int = 0,
-    encoder_pipeline_model_parallel_size: int | None = 0,
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     create_gloo_process_groups: bool = True,
@@ -112,8 +106,6 @@ def initialize_model_parallel(
         Size of the expert grid's tp; the tensor-parallel size unless given.
     virtual_pipeline_model_parallel_size : int, optional
         Virtual stages per rank.
-    pipeline_model_parallel_split_rank : int, optional
-        As megatron-core 0.12 and 0.13: the stage where an encoder ends, which has embeddings too.
     pipeline_model_parallel_comm_backend : {"nccl", "ucc"}, optional
         Backend of the pipeline's group.
     hierarchical_context_parallel_sizes : list of int, optional
@@ -136,9 +128,6 @@ def initialize_model_parallel(
         Timeout of the groups, and of waiting for the other ranks to reach initialisation.
     order : str
         Dims from fastest to slowest. ``HYPERGRID_ORDER`` in the environment takes precedence.
-    encoder_tensor_model_parallel_size, encoder_pipeline_model_parallel_size : int
-        As megatron-core 0.12 and 0.13: an encoder of so many stages on ranks of its own, before
-        the decoder's. On its ranks in several pipelines, getters of the pipeline return lists.
     get_embedding_ranks, get_position_embedding_ranks : function, optional
         From a pipeline's ranks to those that hold the embeddings.
     create_gloo_process_groups : bool

@@ -43,8 +43,6 @@ def report(state: ParallelState) -> str:
 def _layouts(request: Request) -> str:
     line = f"rank {dist.get_rank()} of {request.decoder.trimmed}"
     line += f"; expert grid {request.expert.trimmed}"
-    if request.encoder:
-        line += f"; encoder {request.encoder.trimmed}"
     return line
 
 

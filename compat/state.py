@@ -61,9 +61,6 @@ RANK_SLOTS = tuple(row.ranks for row in ROWS if row.ranks)
 OTHER_SLOTS = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
-    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
-    "_PIPELINE_MODEL_PARALLEL_DECODER_START",
-    "_MOE_LAYER_WISE_LOGGING_TRACKER",
     "_GLOBAL_MEMORY_BUFFER",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
     "_global_process_group_list",
@@ -102,21 +99,16 @@ def empty_values(request: Request | None = None) -> Values:
 
     Of the getters' own there are: ``_numbers``, this rank's place in each group and the group's
     size; ``_tp`` and ``_pp``, the group with both; ``_absence``, why this rank has no groups, if it
-    is not that none were made yet; whether a rank may be in several pipelines; and
-    whether each grid has an axis gtp_remat. Releases without it have one global where later ones
-    have two, and code for them writes that one: only a state with the axis has the other there.
+    is not that none were made yet; and whether each grid has an axis gtp_remat. Releases without it
+    have one global where later ones have two, and code for them writes that one: only a state with
+    the axis has the other there.
     """
     values: Values = {row.slot: {} for row in ROWS if row.holds == "sizes"}
-    for row in ROWS:
-        if row.holds == "levels" and RELEASE_HAS["plain_levels"]:
-            values[row.slot] = []
     values["_numbers"] = {}
     values["_tp"] = values["_pp"] = _NO_GROUP
     values["_absence"] = ""
-    values["_several"] = RELEASE_HAS["splits"]
     values["_gtp_remat"] = values["_expert_gtp_remat"] = RELEASE_HAS["gtp_remat"]
     if request is not None:
-        values["_several"] |= request.encoder is not None
         values["_gtp_remat"] |= request.gtp_remat_size > 1
         values["_expert_gtp_remat"] |= request.expert_gtp_remat_size > 1
     return values
@@ -190,7 +182,7 @@ class ParallelState:
         self.planned: PlannedRows | None = None
         self._grid: HyperCommGrid | None = None
         self._global_process_group_list: list[ProcessGroup | None] | None = None
-        self._put({**dict.fromkeys(SLOTS - LEFT_BEHIND), "_MOE_LAYER_WISE_LOGGING_TRACKER": {}})
+        self._put(dict.fromkeys(SLOTS - LEFT_BEHIND))
         self._put(empty_values())
 
     @classmethod
@@ -265,12 +257,6 @@ class ParallelState:
         if stages is not None:
             self._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
             self._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = stages
-        split_rank = request.pipeline_model_parallel_split_rank
-        if split_rank is not None:
-            self._PIPELINE_MODEL_PARALLEL_SPLIT_RANK = split_rank
-        if request.encoder is not None:
-            decoder_start = request.encoder_pipeline_model_parallel_size
-            self._PIPELINE_MODEL_PARALLEL_DECODER_START = decoder_start
 
     @property
     def plan(self) -> GroupPlan | None:
@@ -300,11 +286,8 @@ class ParallelState:
         if dist.is_initialized():
             rank = dist.get_rank()
         layout = self.request.decoder
-        encoder = self.request.encoder
         place = "outside the window"
-        if encoder is not None and rank in encoder:
-            place = f"{encoder.trimmed.coordinate(rank)} of the encoder"
-        elif rank in layout:
+        if rank in layout:
             place = f"{layout.trimmed.coordinate(rank)}"
         suspended = ", suspended" if self._is_suspended else ""
         return f"ParallelState(rank {rank} at {place} of {layout!r}{suspended})"

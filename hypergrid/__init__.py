@@ -1,7 +1,7 @@
 """hypergrid: which ranks of a distributed job communicate with each other.
 
-``RankLayout``, ``GroupPlan``, ``GroupTree`` and ``Topology`` are arithmetic and need no torch; the
-rest loads on first use.
+``RankLayout``, ``GroupPlan`` and ``Topology`` are arithmetic and need no torch; the rest loads on
+first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hypergrid.errors import CreationError as CreationError
     from hypergrid.groups.abort import abort as abort
     from hypergrid.groups.abort import raise_if_aborted as raise_if_aborted
-    from hypergrid.groups.environment import EnvironmentTable as EnvironmentTable
     from hypergrid.groups.grid import HyperCommGrid as HyperCommGrid
     from hypergrid.groups.validate import validate_grids as validate_grids
     from hypergrid.hangs.dump import dump as dump
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from hypergrid.plan import GroupPlan as GroupPlan
     from hypergrid.plan import GroupRow as GroupRow
     from hypergrid.topology import Topology as Topology
-    from hypergrid.tree import GroupNode as GroupNode
-    from hypergrid.tree import GroupTree as GroupTree
 
 __version__ = "0.1.0"
 
@@ -34,11 +31,8 @@ _HOMES = {
     "AbortedError": "errors",
     "AgreementError": "errors",
     "CreationError": "errors",
-    "EnvironmentTable": "groups.environment",
-    "GroupNode": "tree",
     "GroupPlan": "plan",
     "GroupRow": "plan",
-    "GroupTree": "tree",
     "HyperCommGrid": "groups.grid",
     "LayoutError": "layout",
     "RankLayout": "layout",

@@ -181,12 +181,6 @@ def build_stage(
 ) -> DistributedDataParallel:
     """One pipeline stage of the model, wrapped for data parallelism."""
     state = parallel.state
-    virtual_stage = {"ignore_virtual": False, "vp_stage": stage}
-    virtual_stage = taken(state.is_pipeline_first_stage, virtual_stage)
-    stage_of_model = taken(GPTModel, {"vp_stage": stage})
-    if stage is not None and not stage_of_model:
-        # 0.12's model asks parallel_state which stage is built.
-        state.set_virtual_pipeline_model_parallel_rank(stage)
     pp_rank = state.get_pipeline_model_parallel_rank()
     # Megatron draws each weight whole on the CPU and keeps this rank's shard: ranks that hold parts
     # or copies of the same layers must draw the same.
@@ -197,10 +191,10 @@ def build_stage(
         layers,
         vocab_size=256,
         max_sequence_length=args.seq_length,
-        pre_process=state.is_pipeline_first_stage(**virtual_stage),
-        post_process=state.is_pipeline_last_stage(**virtual_stage),
+        pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=True,
-        **stage_of_model,
+        vp_stage=stage,
         **parallel.handed,
     )
     model.to(torch.cuda.current_device())
@@ -220,22 +214,24 @@ def build(
     """This rank's stages and their optimizer."""
     # Without dropout nothing is drawn: the tracker for inference needs no CUDA generator.
     state = parallel.state
-    ranks = {
-        "tp_rank": state.get_tensor_model_parallel_rank(),
-        "ep_rank": state.get_expert_model_parallel_rank(),
-        "etp_rank": state.get_expert_tensor_parallel_rank(),
-    }
-    seed = model_parallel_cuda_manual_seed
-    seed(1234, inference_rng_tracker=True, **taken(seed, ranks))
+    model_parallel_cuda_manual_seed(
+        1234,
+        inference_rng_tracker=True,
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        ep_rank=state.get_expert_model_parallel_rank(),
+        etp_rank=state.get_expert_tensor_parallel_rank(),
+    )
     config = transformer_config(args)
     stages = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
     model = [build_stage(args, parallel, config, stage) for stage in stages]
     optimizer_config = OptimizerConfig(
         lr=2e-3, weight_decay=0.0, use_distributed_optimizer=args.use_distributed_optimizer
     )
-    gloo = {"use_gloo_process_groups": parallel.groups is None}
     optimizer = get_megatron_optimizer(
-        optimizer_config, model, **taken(get_megatron_optimizer, gloo), **parallel.handed
+        optimizer_config,
+        model,
+        use_gloo_process_groups=parallel.groups is None,
+        **parallel.handed,
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

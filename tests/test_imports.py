@@ -20,7 +20,7 @@ ORDERS = {
         ("files", "logs"),
         ("layout",),
         ("topology", "policy"),
-        ("tree", "plan", "replicas"),
+        ("plan",),
         ("summary",),
         ("agreement",),
         ("groups",),

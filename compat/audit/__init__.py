@@ -2,12 +2,27 @@
 
 ``HYPERGRID_AUDIT=DIR`` or ``with recording(DIR):`` counts each read at each line; ``strict()``
 raises where a module reads another state than its own; ``forbid()`` takes the globals away, module
-by module. Off, none of this exists: getters are the functions that they were.
+by module. Off, none of this exists: getters are the functions that they were. ``recordings`` merges
+what the ranks have left, without torch.
 """
 
-from compat.audit.watch import ForbiddenReadError as ForbiddenReadError
-from compat.audit.watch import WrongStateError as WrongStateError
-from compat.audit.watch import begin as begin
-from compat.audit.watch import forbid as forbid
-from compat.audit.watch import recording as recording
-from compat.audit.watch import strict as strict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compat.audit.watch import (
+        ForbiddenReadError,
+        WrongStateError,
+        begin,
+        forbid,
+        recording,
+        strict,
+    )
+
+__all__ = ["ForbiddenReadError", "WrongStateError", "begin", "forbid", "recording", "strict"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("compat.audit.watch"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

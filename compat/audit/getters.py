@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 from compat.collection import SLOTS
 from compat.megatron.getters import FUNCTIONS, SETTERS
@@ -33,7 +34,8 @@ def slots_behind(name: str) -> tuple[str, ...]:
     if name not in FUNCTIONS or name in _STATELESS or name.startswith(SETTERS):
         return ()
     # The getter's own globals come before those of the getters that it calls.
-    used_names = sorted(FUNCTIONS[name].__code__.co_names, key=FUNCTIONS.__contains__)
+    code = inspect.unwrap(FUNCTIONS[name]).__code__
+    used_names = sorted(code.co_names, key=FUNCTIONS.__contains__)
     slots = {}
     for used_name in used_names:
         slots.update(dict.fromkeys(slots_behind(used_name)))

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from compat.audit.recordings import SCHEMA
 from compat.megatron.releases import RELEASE
 from hypergrid.files import check_private, replace
-from hypergrid.show.audit import SCHEMA
 
 _EVERY = 10.0  # seconds between two writings, for processes that are killed
 

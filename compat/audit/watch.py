@@ -8,6 +8,7 @@ Reads of private globals pass through the class of the module, which is exchange
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from compat.audit import owners
 from compat.audit.getters import AUDITED, instead_of, slots_behind
 from compat.audit.log import Log, file_of, function_of
 from compat.audit.owners import UNKNOWN, Owner
-from compat.megatron.getters import SETTERS
+from compat.megatron.getters import SETTERS, answering
 from compat.state import SLOTS, activations, all_states, current, namespace
 from hypergrid import of_torch
 
@@ -39,6 +40,7 @@ _READ_FOR_CALLERS = frozenset(
     {
         "megatron.core.process_groups_config",
         "megatron.core.utils:get_tensor_model_parallel_group_if_none",
+        "compat.megatron.releases:released",
     }
 )
 
@@ -76,10 +78,11 @@ def _put_in() -> None:
     names = namespace()
     names[_HOOK] = _read
     for name in AUDITED:
-        getter = names.get(name)
         # Outside code may have replaced the getter. Then reads by the replacement are seen.
-        if not isinstance(getter, FunctionType) or getter.__globals__ is not names:
+        if name not in names or names[name] is not answering.get(name):
             continue
+        # A wrapper that takes the arguments of the release stays around it.
+        getter = cast(FunctionType, inspect.unwrap(names[name]))
         original = FunctionType(getter.__code__, names, name, getter.__defaults__)
         original.__kwdefaults__ = getter.__kwdefaults__
         _originals[name] = original

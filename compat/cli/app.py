@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from compat.audit.recordings import read as read_reads
 from compat.cli import asking, prints
 from compat.cli.command import Json, app, command
 from compat.cli.launch import taken_apart
@@ -352,9 +353,7 @@ def audit(
 
     Exit status 0 if nothing is wrong, 1 if a wrong state was read, 2 if there is nothing to read.
     """
-    from hypergrid.show import audit as reads
-
-    recordings = reads.read(directory)
+    recordings = read_reads(directory)
     if as_json:
         prints.as_json(recordings.to_json())
     else:

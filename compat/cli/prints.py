@@ -20,6 +20,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from compat.audit.recordings import Audit
 from compat.cli.source import PlannedJob
 from compat.planned.checks import Finding
 from compat.planned.layouts import SHARDS, has_experts
@@ -27,7 +28,6 @@ from compat.planned.orders import RankedOrder
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, one_line, printable
 from hypergrid.policy import Policy
-from hypergrid.show.audit import Audit
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
     communicators,

@@ -14,8 +14,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from compat.colossalai.groups import UniqueGroups
 from hypergrid.agreement.commit import telling_others
-from hypergrid.groups.creation import NOT_A_MEMBER, plain_backend
+from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
@@ -64,9 +65,7 @@ class ProcessGroupMesh:
         self._shape: Coordinate = self.grid.layout.sizes[::-1]
         self._rank = dist.get_rank()
         self._coord = self.unravel(self._rank, self._shape)
-        # By backend and members. Of groups without this rank too, as the non-member marker: so
-        # every rank knows which groups of the mesh exist.
-        self._groups: dict[tuple[str | None, Ranks], ProcessGroup] = {}
+        self._groups = UniqueGroups(self.grid, repr(self))
 
     def __repr__(self) -> str:
         return f"ProcessGroupMesh{self._shape} (rank {self._rank} at {self._coord})"
@@ -178,19 +177,17 @@ class ProcessGroupMesh:
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
         """The global ranks of a group of this mesh. KeyError for another."""
-        if group is not NOT_A_MEMBER:
-            for (_, ranks), mesh_group in self._groups.items():
-                if mesh_group is group:
-                    return list(ranks)
-        raise KeyError(
-            f"{shown(group)} is not a group of this rank in {self!r}. For groups created elsewhere "
-            f"call torch.distributed.get_process_group_ranks()."
-        )
+        ranks = self._groups.ranks_of(group)
+        if ranks is None:
+            raise KeyError(
+                f"{shown(group)} is not a group of this rank in {self!r}. For groups created "
+                f"elsewhere call torch.distributed.get_process_group_ranks()."
+            )
+        return ranks
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy every group of this mesh. *Local*; they can be created again."""
-        self.grid.destroy()
-        self._groups.clear()
+        self._groups.destroy()
 
     def _axis(self, axis: Any) -> int:
         """The number of an axis, which may count from the end."""
@@ -235,23 +232,15 @@ class ProcessGroupMesh:
             return f"{label}/{backend}"
         return label
 
-    def _ranks(
-        self, dims: tuple[str, ...], indices_of_axis: dict[int, list[int]]
-    ) -> tuple[Ranks, list[Ranks]]:
-        """The members of this rank's group, and those of every group.
-
-        This rank is no member of its own group if it is at none of the indices.
-        """
+    def _ranks(self, dims: tuple[str, ...], indices_of_axis: dict[int, list[int]]) -> list[Ranks]:
+        """The members of every group."""
         layout = self.grid.layout
         # Every group over whole axes has a rank in each cell of these axes. The indices pick the
         # same cells of all: of axes of the sizes 2 and 4, [1] and [0, 3] pick the cells 4 and 7.
         axis_sizes = [self._shape[axis] for axis in indices_of_axis]
         cells = np.arange(layout.dim_size(dims)).reshape(axis_sizes)
         picked_cells = cells[np.ix_(*indices_of_axis.values())].ravel()
-        own_whole_group = np.array(layout.group(self._rank, dims))
-        own_ranks = tuple(own_whole_group[picked_cells].tolist())
-        all_ranks = layout.groups(dims)[:, picked_cells]
-        return own_ranks, [tuple(ranks) for ranks in all_ranks.tolist()]
+        return [tuple(ranks) for ranks in layout.groups(dims)[:, picked_cells].tolist()]
 
     def _group(
         self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
@@ -262,25 +251,15 @@ class ProcessGroupMesh:
         backend = plain_backend(backend)
         label = self._label(indices_of_axis, backend)
         dims = tuple(f"axis{axis}" for axis in indices_of_axis)
-        ranks, all_ranks = self._ranks(dims, indices_of_axis)
+        lists = self._ranks(dims, indices_of_axis)
         # Of other ranks' groups too: a rank that lacks none must wait for those that lack one.
-        missing = [members for members in all_ranks if (backend, members) not in self._groups]
+        missing = self._groups.missing(lists, backend)
         if missing or collective:
             proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
-            own_groups = {}
-            if self._rank in ranks and ranks in missing:
-                own_groups[label] = ranks
-            created = []
-            with self.grid.two_phase_commit(proposal, repr(self)) as pool:
-                if missing:
-                    created = pool.make(label, own_groups, missing.copy, dims=dims, backend=backend)
-            for members in missing:
-                self._groups[backend, members] = NOT_A_MEMBER
-            if created:
-                self._groups[backend, ranks] = created[0]
-        group = self._groups[backend, ranks]
+            self._groups.create({label: (dims, lists)}, backend, proposal)
+        group = self._groups.own(lists, backend)
         # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
-        if dims and backend is None and len(ranks) == layout.dim_size(dims):
+        if dims and backend is None and len(lists[0]) == layout.dim_size(dims):
             self.grid.hold(dims, group)
         return group
 

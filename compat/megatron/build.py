@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron import calls, communicators
 from compat.megatron import helpers as group_helpers
-from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.request import Request, creates, in_words, replaced_functions
 from compat.megatron.rows import PlannedRow, PlannedRows, aliases, rows_of
 from compat.megatron.table import AT_HAND, ROWS, Row, slots
@@ -86,8 +85,7 @@ def options_of_rows(planned_rows: PlannedRows) -> list[Any]:
 
 def prepare_environment(request: Request) -> None:
     """Set and remove the variables that upstream does before it creates a group."""
-    if RELEASE_HAS["sharp_switched"]:
-        os.environ.pop(_COLLNET, None)
+    os.environ.pop(_COLLNET, None)
     if request.pipeline_model_parallel_comm_backend == "ucc":
         communicators.prepare_ucc()
 
@@ -188,7 +186,7 @@ def _warn_of_pretended_ranks(count: int) -> None:
         f"outside code has replaced functions of torch.distributed and says that there are "
         f"{count} ranks, which are not there: groups are created as megatron-core does, without an "
         f"agreement of the ranks.",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
@@ -352,8 +350,6 @@ def _options(planned_rows: PlannedRows, planned: PlannedRow) -> Any:
 def _sharp(rows: Sequence[PlannedRow], planned_rows: PlannedRows, values: Values) -> Iterator[None]:
     """Switch SHARP on while the rows that it serves are created, and off after the last of them.
 
-    With older releases the user switches it on, and only the 0 is written here.
-
     NCCL connects on first use, and uses SHARP if it is on at that time: so there is a barrier on
     the group before it is switched off.
     """
@@ -361,17 +357,14 @@ def _sharp(rows: Sequence[PlannedRow], planned_rows: PlannedRows, values: Values
     if not any(planned in served for planned in rows):
         yield
         return
-    if RELEASE_HAS["sharp_switched"]:
-        os.environ[_COLLNET] = "1"
+    os.environ[_COLLNET] = "1"
     yield
     if served[-1] in rows:
         sharp = served[-1].table_row.sharp
         (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
         if slot in values:  # not on a rank outside the window that a function chose
             _barrier(values[slot])
-        os.environ[_COLLNET] = "0"
-        if RELEASE_HAS["sharp_switched"]:
-            del os.environ[_COLLNET]
+        del os.environ[_COLLNET]
 
 
 def _barrier_on_each(request: Request, values: Values) -> None:

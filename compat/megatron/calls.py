@@ -9,7 +9,6 @@ from itertools import count, groupby
 from typing import Any
 
 from compat.megatron import communicators, helpers
-from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.request import LEVELS, Request, by_members
 from compat.megatron.rows import (
     PlannedRow,
@@ -169,26 +168,19 @@ class Calls:
                     created.append((planned, by_size[planned.key]))
             return created
         sizes = level_sizes(request, row)
-        twins: list[Any] = []
-        if RELEASE_HAS["plain_levels"]:
-            pg_options = options(request, row.options)
-            groups = self._helper(LEVELS[1])(
-                self.rank, ranks, request.context_parallel_size, sizes, pg_options
-            )
-        else:
-            pg_options = [options(request, level.options) for level in rows]
-            # Upstream passes one for a single level, and a list for several.
-            if len(pg_options) == 1:
-                (pg_options,) = pg_options
-            groups, twins = self._helper(LEVELS[0])(
-                self.rank,
-                ranks,
-                sizes,
-                create_gloo_process_groups=row.gloo and request.create_gloo_process_groups,
-                pg_options=pg_options,
-                timeout=request.timeout,
-                group_desc=row.levels,
-            )
+        pg_options = [options(request, level.options) for level in rows]
+        # Upstream passes one for a single level, and a list for several.
+        if len(pg_options) == 1:
+            (pg_options,) = pg_options
+        groups, twins = self._helper(LEVELS)(
+            self.rank,
+            ranks,
+            sizes,
+            create_gloo_process_groups=row.gloo and request.create_gloo_process_groups,
+            pg_options=pg_options,
+            timeout=request.timeout,
+            group_desc=row.levels,
+        )
         # The lists are of this rank's groups: without any there are no levels to look up.
         if self.rank not in ranks:
             return []

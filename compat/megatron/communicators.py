@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from compat.megatron.releases import RELEASE_HAS
 from hypergrid.files import check_yaml
 from hypergrid.messages import install_command, shown
 
@@ -28,16 +27,10 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     _NETWORK: ("'IB' or 'Socket'", lambda value: isinstance(value, str)),
 }
 OPTIONS = tuple(_ALLOWED)
-_HOPPER = {"cga_cluster_size": 4, "max_ctas": 32, "min_ctas": 1}
-
 
 # Limits against YAML bombs. There are about thirty groups of five options.
 _LONGEST = 1 << 20  # characters
 _MOST_ALIASES = 40
-
-
-class _RequestedPriority(int):
-    """A priority from ``high_priority_stream_groups``; some releases ignore those of the file."""
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
@@ -63,8 +56,6 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
             f"nccl_communicator_config_path and high_priority_stream_groups."
         )
     priority = values.pop(_PRIORITY, False)
-    if isinstance(priority, _RequestedPriority):
-        priority = bool(priority)
     options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
     for key, value in values.items():
         setattr(options.config, key, value)
@@ -77,11 +68,6 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
         return None
     written = _mapping(pg_name, configs)
     values = {key: written[key] for key in _ALLOWED if key in written}
-    if RELEASE_HAS["nccl_defaults"]:
-        # These releases read no priorities from the file.
-        if not isinstance(values.get(_PRIORITY), _RequestedPriority):
-            values.pop(_PRIORITY, None)
-        values = _HOPPER | values
     for key, value in values.items():
         kind, is_allowed = _ALLOWED[key]
         if not is_allowed(value):
@@ -102,7 +88,7 @@ def named_options(configs: Configs) -> dict[str, str]:
     values = {}
     for name, options in configs.items():
         where = f"{shown(name)} in {FILE}"
-        # An empty section is not the same as none: some releases have defaults for it.
+        # An empty section is not the same as none: its groups have options of their own.
         values[where] = "a section"
         if not isinstance(options, dict):
             values[where] = shown(options)
@@ -153,9 +139,8 @@ def read_configs(
     if not high_priority:
         return configs
     check_mapping(path, configs)
-    priority = _RequestedPriority(1) if RELEASE_HAS["nccl_defaults"] else True
     for name in high_priority:
-        overwrite(configs, name, (_PRIORITY, priority))
+        overwrite(configs, name, (_PRIORITY, True))
     return configs
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.megatron.releases import RELEASE_HAS
 from compat.megatron.request import now
 from compat.megatron.rows import of_level, run_sizes
 from hypergrid.groups import creation
@@ -76,14 +75,10 @@ def create_hierarchical_groups(
             f"{len(ranks)} ranks."
         )
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
-    # A release whose levels have torch's timeout does not pass one, nor to a replaced create_group.
-    timeouts = {"timeout": timeout}
-    if RELEASE_HAS["plain_levels"] and timeout is None:
-        timeouts = {}
     groups: list[ProcessGroup] = []
     twins: list[ProcessGroup | None] = []
     for level in range(len(sizes)):
-        common = {**timeouts, "pg_options": options[level]}
+        common = {"timeout": timeout, "pg_options": options[level]}
         for members in of_level(ranks, sizes, level):
             desc = f"HIERARCHICAL_{group_desc}_L{level}"
             group = now(create_group)(members, group_desc=desc, **common)
@@ -95,22 +90,6 @@ def create_hierarchical_groups(
                 groups.append(group)
                 twins.append(twin)
     return groups, twins
-
-
-def create_hierarchical_parallel_groups(
-    rank: int,
-    ranks: list[int],
-    group_size: int,
-    hierarchical_group_sizes: list[int],
-    pg_options: Any,
-) -> list[ProcessGroup]:
-    """Former name of ``create_hierarchical_groups``, for context parallelism only."""
-    if group_size != len(ranks):
-        raise ValueError(f"group_size={group_size}, but there are {len(ranks)} ranks.")
-    desc = "CONTEXT_PARALLEL_GROUP"
-    return create_hierarchical_groups(
-        rank, ranks, hierarchical_group_sizes, pg_options=pg_options, group_desc=desc
-    )[0]
 
 
 def create_hybrid_dp_cp_groups(

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from math import prod
 
-from compat.megatron.releases import RELEASE_HAS, as_released, has
+from compat.megatron.releases import RELEASE_HAS, has
 from compat.megatron.request import lay_out, now
 from hypergrid.layout import RankLayout
 
@@ -120,22 +120,13 @@ if not has("gtp_remat_size"):
     )
 
 
-@as_released
-def default_embedding_ranks(pp_ranks: list[int], split_rank: int | None = None) -> list[int]:
-    """The ranks with word embeddings: first and last stage of a pipeline, and where it splits."""
+def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """The ranks with word embeddings: first and last stage of a pipeline."""
     if len(pp_ranks) == 1:
         return [pp_ranks[0]]
-    ends = [pp_ranks[0], pp_ranks[-1]]
-    if split_rank is None or pp_ranks[split_rank] in ends:
-        return ends
-    return [ends[0], pp_ranks[split_rank], ends[1]]
+    return [pp_ranks[0], pp_ranks[-1]]
 
 
-@as_released
-def default_position_embedding_ranks(
-    pp_ranks: list[int], split_rank: int | None = None
-) -> list[int]:
-    """The ranks with position embeddings: first stage of a pipeline, and where it splits."""
-    if split_rank is None or pp_ranks[split_rank] == pp_ranks[0]:
-        return [pp_ranks[0]]
-    return [pp_ranks[0], pp_ranks[split_rank]]
+def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """The ranks with position embeddings: first stage of a pipeline."""
+    return [pp_ranks[0]]

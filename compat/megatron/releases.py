@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import linecache
 import os
 import re
 import warnings
@@ -26,11 +24,9 @@ T = TypeVar("T")
 
 # THE LIST of releases: the last one of each line, with which the tests compare. Whatever depends on
 # the newest, in scripts and tests too, takes it from here.
-PUBLISHED = (
-    *("0.12.3", "0.13.1", "0.14.0", "0.15.3"),
-    *("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
-)
-OLDEST: Version = (0, 12)
+PUBLISHED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+OLDEST: Version = (0, 14)
+LAST_WITH_OLDER = "0.1.0"  # the hypergrid that followed releases before OLDEST
 NEWEST: Version = (0, 20)  # the branch main of August 2026, whose parallel_state.py is 0.19.2's
 _BRANCH: Version = (1_000, 0)  # for what branches have and no release
 
@@ -38,20 +34,6 @@ _BRANCH: Version = (1_000, 0)  # for what branches have and no release
 # Names that not all releases have: functions, private globals, arguments. "function.argument" is
 # the argument of this function alone.
 _FIRST: dict[Version, str] = {  # ... and from which release on
-    (0, 13): """
-        create_hierarchical_groups overwrite_nccl_comm_cfgs high_priority_stream_groups vp_stage
-        get_intra_distributed_optimizer_instance_group HAVE_EINOPS
-        get_inter_distributed_optimizer_instance_group
-        partial_expert_data_parallel get_expert_data_parallel_group.check_initialized
-        get_model_parallel_group.check_initialized get_embedding_group.check_initialized
-        get_pipeline_model_parallel_group.check_initialized
-        get_position_embedding_group.check_initialized
-        get_tensor_and_context_parallel_group.check_initialized
-        get_expert_tensor_model_pipeline_parallel_group.check_initialized
-        _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-        _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-    """,
-    (0, 14): "sharp_enabled_group",
     (0, 15): """
         update_pg_timeout _global_process_group_list
         get_tensor_and_data_parallel_group.check_initialized
@@ -89,19 +71,6 @@ _FIRST: dict[Version, str] = {  # ... and from which release on
     """,
 }
 _LAST: dict[Version, str] = {  # ... and up to which release
-    (0, 12): """
-        create_hierarchical_parallel_groups get_inter_partial_data_parallel_group
-        _INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP get_moe_layer_wise_logging_tracker
-        _MOE_LAYER_WISE_LOGGING_TRACKER
-    """,
-    (0, 13): """
-        pipeline_model_parallel_split_rank split_rank encoder_tensor_model_parallel_size
-        encoder_pipeline_model_parallel_size is_inside_encoder is_inside_decoder
-        is_pipeline_stage_before_split is_pipeline_stage_after_split is_pipeline_stage_at_split
-        get_pipeline_model_parallel_split_rank set_pipeline_model_parallel_split_rank
-        get_pipeline_model_parallel_decoder_start
-        _PIPELINE_MODEL_PARALLEL_SPLIT_RANK _PIPELINE_MODEL_PARALLEL_DECODER_START
-    """,
     (0, 16): """
         is_unitialized get_data_modulo_expert_parallel_group _GLOBAL_SYMMETRIC_MEMORY_BUFFER
         get_global_symmetric_memory_buffer destroy_global_symmetric_memory_buffer
@@ -128,39 +97,8 @@ for _name, _release in _by_name(_LAST).items():
     _first, _ = SPANS.get(_name, (OLDEST, NEWEST))
     SPANS[_name] = (_first, _release)
 
-# Arguments that are written last, since most releases lack them, and what they stand before: the
-# signature of most releases then needs no wrapper.
-BEFORE = {"with_gtp_remat": "partial_"}
-
-# Defaults that differ from those in parallel_state.py, and in which releases.
-DEFAULTS: dict[str, tuple[Span, Any]] = {"ignore_virtual": ((OLDEST, (0, 12)), False)}
-
 # Other behaviour of releases, by name; or the name above that comes and goes with it.
 FACTS: dict[str, Span | str] = {
-    # the data-parallel group is created before the one with cp, and without SHARP
-    "dp_first": (OLDEST, (0, 12)),
-    # optimizer instances: groups between them are dense (later releases use the experts') ...
-    "instances_in_dense": "get_inter_partial_data_parallel_group",
-    # ... or the expert grid is split too, and an instance has a group of all its ranks
-    "instances_in_expert": "get_intra_distributed_optimizer_instance_group",
-    # hierarchical context parallelism: levels have torch's timeout, and are a list when unset
-    "plain_levels": "create_hierarchical_parallel_groups",
-    # a pipeline's default embedding ranks depend on the stage at which it splits
-    "splits": "split_rank",
-    # NCCL options that a section leaves out are set for Hopper; priorities are not read
-    "nccl_defaults": (OLDEST, (0, 12)),
-    # ranks and sizes come from torch, for which None is the world; later from the group itself
-    "numbers_from_torch": (OLDEST, (0, 12)),
-    # the virtual stage is an argument; before, the one that was set last
-    "vp_stage": "vp_stage",
-    # the stage asks torch for the rank first, which raises its own error without a world
-    "stage_asks_torch": (OLDEST, (0, 13)),
-    # ... and later for the stage, which raises an error for a group that torch did not create
-    "stage_from_torch": ((0, 14), NEWEST),
-    # functions about encoder and decoder warn that they are deprecated
-    "encoder_deprecated": ((0, 13), NEWEST),
-    # SHARP's variable is set to 1 and 0; before, use_sharp only set it to 0
-    "sharp_switched": "sharp_enabled_group",
     # the expert-parallel group has torch's timeout and not the one asked for
     "plain_ep": (OLDEST, (0, 15)),
     # two more axes for weights, also in get_all_ranks() and RankGenerator
@@ -179,22 +117,31 @@ def _is_in(span: Span, release: Version) -> bool:
 
 
 def _nearest_known(text: str, origin: str) -> Version:
-    """The release of a version number, or the nearest that is known, with a warning."""
+    """The release of a version number; of a newer one the nearest that is known, with a warning.
+
+    ValueError for one that is older than all that are followed.
+    """
     numbers = re.match(r"v?(\d{1,9})\.(\d{1,9})", text)
     if numbers is None:
         raise ValueError(f"{origin}={shown(text)} is not a release: write it as in '0.16.1'.")
     release = (int(numbers[1]), int(numbers[2]))
-    nearest = min(max(release, OLDEST), NEWEST)
-    if release != nearest:
-        follows = "{}.{}".format(*nearest)
-        word = "newer" if release > nearest else "older"
+    oldest = "{}.{}".format(*OLDEST)
+    newest = "{}.{}".format(*NEWEST)
+    if release < OLDEST:
+        raise ValueError(
+            f"megatron-core {text} ({origin}) is older than {oldest}, the first release that this "
+            f"hypergrid follows. hypergrid-comm {LAST_WITH_OLDER} was the last to follow it: "
+            f"install that one, or a newer megatron-core. What needs no Megatron runs with "
+            f"{ASKED}={newest}."
+        )
+    if release > NEWEST:
         warnings.warn(
-            f"megatron-core {text} is {word} than every release that hypergrid knows: it behaves "
-            f"as {follows}. Compare the two releases' parallel_state, or use a hypergrid that "
-            f"knows yours; {ASKED}={follows} silences this.",
+            f"megatron-core {text} is newer than every release that hypergrid knows: it behaves "
+            f"as {newest}. Compare the two releases' parallel_state, or use a hypergrid that "
+            f"knows yours; {ASKED}={newest} silences this.",
             stacklevel=3,
         )
-    return nearest
+    return min(release, NEWEST)
 
 
 def _most_alike(source: Source, stated: Version) -> Version:
@@ -381,24 +328,24 @@ def as_released(function: F) -> F:
 
     The function is written with the arguments of all releases in their common order. Its signature
     shows those of this release; the others it refuses, or takes by keyword where ``ALL`` is set.
+    One that is written as in this release is given back itself.
     """
     name = function.__name__
-    signature = inspect.signature(function)
-    parameters = signature.parameters
+    parameters = inspect.signature(function).parameters
     positional = [n for n, parameter in parameters.items() if parameter.kind is not KEYWORD_ONLY]
     placed = _placed(name, positional)
-    written = {n: parameter.default for n, parameter in parameters.items()}
-    defaults = dict(written)
-    for argument, (span, default) in DEFAULTS.items():
-        if argument in written and _is_in(span, RELEASE):
-            defaults[argument] = default
-    defaults |= _other_defaults(name, defaults)
     # By name alone: what only we have, and what this release lacks where all are kept.
     named = [n for n in parameters if n not in placed and (EVERY or n not in positional)]
+    written = {n: parameter.default for n, parameter in parameters.items()}
+    of_source = _other_defaults(name, written)
     released: Any = function
-    if defaults != written or [*placed, *named] != [*parameters]:
-        released = _rewritten(function, placed, named, defaults)
-    shown_parameters = [parameters[n].replace(default=defaults[n]) for n in placed]
+    if of_source:
+        defaults = [of_source.get(n, written[n]) for n in positional]
+        released.__defaults__ = tuple(default for default in defaults if default is not REQUIRED)
+    signature = inspect.signature(function)
+    if [*placed, *named] != [*parameters]:
+        released = _taking(function, placed, named)
+    shown_parameters = [signature.parameters[n] for n in placed]
     released.__signature__ = signature.replace(parameters=shown_parameters)
     return released  # type: ignore[no-any-return]
 
@@ -417,45 +364,27 @@ def _placed(function: str, positional: list[str]) -> list[str]:
             row = argument
         if row not in SPANS or present(row):
             placed.append(argument)
-    for late, prefix in BEFORE.items():
-        if late in placed:
-            placed.remove(late)
-            follower = next(argument for argument in placed if argument.startswith(prefix))
-            placed.insert(placed.index(follower), late)
     return placed
 
 
-def _rewritten(function: Any, placed: list[str], named: list[str], defaults: dict[str, Any]) -> Any:
-    """``function`` compiled anew: arguments by position and by name alone, the others constants.
-
-    A wrapper would double the cost of a call.
-    """
+def _taking(function: Any, placed: list[str], named: list[str]) -> Any:
+    """``function`` with the arguments ``placed`` by position or name, and ``named`` by name."""
     name = function.__name__
-    code = function.__code__
-    lines = linecache.getlines(code.co_filename, function.__globals__)  # also in a zip
-    start = code.co_firstlineno - 1
-    end = max(line for *_, line in code.co_lines() if line)  # or where its last statement ends
-    while end < len(lines) and lines[end][0].isspace():
-        end += 1
-    # Behind empty lines, so that the lines of a traceback are those of the file.
-    tree = ast.parse("\n" * start + "".join(lines[start:end]))
-    definition: Any = tree.body[0]
-    definition.decorator_list = []
-    definition.returns = None
-    arguments = [*placed, "*", *named] if named else placed
-    body = ["pass"]
-    for argument, default in defaults.items():
-        if argument not in arguments:
-            body.append(f"{argument} = {default!r}")
-    outline: Any = ast.parse(f"def outline({', '.join(arguments)}):\n    {'; '.join(body)}")
-    definition.args = outline.body[0].args
-    definition.body[:0] = outline.body[0].body
-    compiled = compile(tree, code.co_filename, "exec", dont_inherit=True)
-    (new_code,) = (c for c in compiled.co_consts if getattr(c, "co_name", "") == name)
-    rewritten = FunctionType(new_code, function.__globals__, name)
-    functools.update_wrapper(rewritten, function)
-    del rewritten.__wrapped__  # type: ignore[attr-defined]
-    with_default = [n for n in placed if defaults[n] is not REQUIRED]
-    rewritten.__defaults__ = tuple(map(defaults.get, with_default))
-    rewritten.__kwdefaults__ = {n: defaults[n] for n in named}
-    return rewritten
+    arguments = {*placed, *named}
+
+    @functools.wraps(function)
+    def released(*args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs:  # most calls
+            return function()
+        if not arguments.issuperset(kwargs):
+            unexpected = [argument for argument in kwargs if argument not in arguments]
+            raise TypeError(f"{name}() got an unexpected keyword argument {unexpected[0]!r}")
+        if not args:
+            return function(**kwargs)
+        if len(args) > len(placed):
+            raise TypeError(
+                f"{name}() takes at most {len(placed)} arguments by position, got {len(args)}"
+            )
+        return function(**dict(zip(placed, args, strict=False)), **kwargs)
+
+    return released

@@ -41,19 +41,17 @@ _EXPERT = (
     "expert_gtp_remat_size",
 )
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
-_ENCODER_TENSOR = "encoder_tensor_model_parallel_size"
-_ENCODER_STAGES = "encoder_pipeline_model_parallel_size"
 _TIMEOUT = "distributed_timeout_minutes"
 # Fields that are no arguments: ranks do not compare them.
 NO_ARGUMENTS = ("init_count", "job_size", "helpers", "order_source")
 
 # Functions of parallel_state that outside code may replace.
 GENERATORS = ("RankGenerator", "generate_masked_orthogonal_rank_groups")
-LEVELS = ("create_hierarchical_groups", "create_hierarchical_parallel_groups")
+LEVELS = "create_hierarchical_groups"
 NEW_GROUP = "torch.distributed.new_group"
 CREATORS = (
     "create_group",
-    *LEVELS,
+    LEVELS,
     "create_hybrid_dp_cp_groups",
     "create_dynamic_dp_cp_groups",
     NEW_GROUP,
@@ -111,7 +109,6 @@ class Request:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
-    pipeline_model_parallel_split_rank: int | None = None
     pipeline_model_parallel_comm_backend: str | None = None
     use_sharp: bool = False
     context_parallel_size: int = 1
@@ -127,8 +124,6 @@ class Request:
     nccl_communicator_config_path: str | None = None
     distributed_timeout_minutes: float = 30
     order: str = "tp-cp-ep-dp-pp"
-    encoder_tensor_model_parallel_size: int = 0
-    encoder_pipeline_model_parallel_size: int | None = 0
     get_embedding_ranks: RankChooser | None = None
     get_position_embedding_ranks: RankChooser | None = None
     create_gloo_process_groups: bool = True
@@ -177,7 +172,6 @@ class Request:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
                 "before initialize_model_parallel()."
             )
-        self._check_encoder()
         instances = self.num_distributed_optimizer_instances
         if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and instances > 1:
             raise AssertionError(
@@ -235,18 +229,6 @@ class Request:
             raise AssertionError(
                 f"sharp_enabled_group='dp_replica' needs num_distributed_optimizer_instances > 1, "
                 f"got {self.num_distributed_optimizer_instances}."
-            )
-
-    def _check_encoder(self) -> None:
-        """Refuse more tensor parallelism than the decoder has: AssertionError, as upstream."""
-        tensor, stages = self._encoder_sizes
-        if tensor or stages:
-            warn_of_removal(f"{_ENCODER_TENSOR} and {_ENCODER_STAGES} are")
-        if tensor > max(self.tensor_model_parallel_size, 0):
-            raise AssertionError(
-                f"{_ENCODER_TENSOR}={shown(tensor)} is more than tensor_model_parallel_size="
-                f"{shown(self.tensor_model_parallel_size)}: each rank of the encoder feeds one or "
-                f"more of the decoder. Make it smaller."
             )
 
     def _check_pipelines(self, dense: RankLayout, expert: RankLayout) -> None:
@@ -380,14 +362,6 @@ class Request:
         return self._lay_out("decoder")
 
     @cached_property
-    def encoder(self) -> RankLayout | None:
-        """The grid of the encoder, which lies in front of the decoder's; None without one."""
-        _, stages = self._encoder_sizes
-        if not stages:
-            return None
-        return self._lay_out("encoder")
-
-    @cached_property
     def expert(self) -> RankLayout:
         """The grid of expert layers: the same ranks, factorised without cp."""
         return self._lay_out("expert")
@@ -397,7 +371,7 @@ class Request:
         """Every layout that the table's rows refer to."""
         layouts = {"decoder": self.decoder, "expert": self.expert}
         has_instances = self.num_distributed_optimizer_instances > 1
-        if has_instances and RELEASE_HAS["instances_in_expert"]:
+        if has_instances:
             within = self.expert.dim_size("dp") // self.num_distributed_optimizer_instances
             parts = {"dp_intra": within, "dp_inter": self.num_distributed_optimizer_instances}
             layouts["expert_instances"] = self.expert.split("dp", parts)
@@ -406,20 +380,8 @@ class Request:
             layouts["decoder_cp_levels"] = self.decoder.split("cp", parts)
         return layouts
 
-    @cached_property
-    def _encoder_sizes(self) -> tuple[int, int]:
-        """The encoder's tensor-parallel size and its stages; without stages there is none."""
-        tensor = self.encoder_tensor_model_parallel_size
-        stages = self.encoder_pipeline_model_parallel_size or 0
-        for name, size in ((_ENCODER_TENSOR, tensor), (_ENCODER_STAGES, stages)):
-            if size < 0:
-                raise ValueError(f"{name} must be at least 0 (no encoder), got {shown(size)}.")
-        if tensor == 0 and stages > 0:
-            tensor = self.tensor_model_parallel_size
-        return tensor, stages
-
     def _sizes(self, grid: str) -> dict[str, int]:
-        """The sizes of "decoder", "expert" or "encoder" by dim."""
+        """The sizes of "decoder" or "expert" by dim."""
         sizes = {
             "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,
@@ -433,9 +395,6 @@ class Request:
             sizes["ep"] = self.expert_model_parallel_size
             sizes["cp"] = 1
             sizes["gtp_remat"] = self.expert_gtp_remat_size
-        elif grid == "encoder":
-            sizes["tp"], sizes["pp"] = self._encoder_sizes
-            sizes["gtp_remat"] = 1
         return sizes
 
     def _order(self, grid: str) -> str:
@@ -444,15 +403,8 @@ class Request:
             return inject_gtp_remat_axis(self.order, "ep")
         return inject_gtp_remat_axis(self.order)
 
-    def _offset(self, grid: str) -> int:
-        """The first rank of a grid: the encoder's ranks come before the decoder's."""
-        if grid == "encoder" or self.encoder is None:
-            return self.rank_offset
-        return self.encoder.stop
-
     def _lay_out(self, grid: str) -> RankLayout:
         sizes = self._sizes(grid)
-        offset = self._offset(grid)
         # An order that is wrong by itself is refused first, as by upstream.
         has_unknown_dim = "gtp_remat" in self.order.lower() and not RELEASE_HAS["gtp_remat"]
         if (has_unknown_dim or self.rank_offset < 0) and not self.decides_ranks:
@@ -460,10 +412,10 @@ class Request:
         if self.rank_offset < 0:
             raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
         try:
-            return lay_out(self._order(grid), sizes, offset)
+            return lay_out(self._order(grid), sizes, self.rank_offset)
         except (LayoutError, RuntimeError) as error:
             if self.decides_ranks:  # then only the sizes of the layout are used
-                return lay_out(inject_gtp_remat_axis(Request.order), sizes, offset)
+                return lay_out(inject_gtp_remat_axis(Request.order), sizes, self.rank_offset)
             self._check_order(sizes)
             raise type(error)(f"{error}{self._order_source}") from None
 
@@ -486,23 +438,15 @@ class Request:
         names = _EXPERT if grid == "expert" else _DENSE
         sizes = {name: self.positive(name) for name in names}
         model: int = prod(sizes.values())
-        world = self.world_size
         divisor = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        if grid == "expert" and self.encoder is not None:
-            world -= self.encoder.size
-        elif encoder_ranks := prod(self._encoder_sizes):
-            model += encoder_ranks * self.context_parallel_size
-            divisor += (
-                f" and its encoder of {_ENCODER_TENSOR} x {_ENCODER_STAGES} = {encoder_ranks}"
-            )
-        if world % model:
+        if self.world_size % model:
             if " x " in divisor:
                 divisor += f" = {model}"
             raise RuntimeError(
-                f"world size {world} is not divisible by {divisor}: it leaves a remainder "
-                f"of {world % model}. Change a size or the number of ranks."
+                f"world size {self.world_size} is not divisible by {divisor}: it leaves a "
+                f"remainder of {self.world_size % model}. Change a size or the number of ranks."
             )
-        return world // model
+        return self.world_size // model
 
     def positive(self, name: str) -> int:
         """The size ``name``, the expert tp as the dense one unless given; ValueError below 1."""
@@ -519,7 +463,7 @@ class Request:
         return any(name in self.helpers for name in GENERATORS)
 
     def rank_lists(self, grid: str, token: str) -> list[list[int]]:
-        """All groups over the dims of ``token`` as lists, of "decoder", "expert" or "encoder"."""
+        """All groups over the dims of ``token`` as lists, of "decoder" or "expert"."""
         if not self.decides_ranks:
             lists: list[list[int]] = getattr(self, grid).groups(token).tolist()
             return lists
@@ -542,17 +486,14 @@ class Request:
     def _generators(self) -> dict[str, Any]:
         """The rank generators, made as upstream makes them; each is asked alike on every rank."""
         make = self.helpers.get("RankGenerator") or _namespace["RankGenerator"]
-        grids = ["decoder", "expert"]
-        if self.encoder is not None:
-            grids.insert(0, "encoder")
         generators = {}
-        for grid in grids:
+        for grid in ("decoder", "expert"):
             sizes = self._sizes(grid)
             order = self._order(grid)
             if not RELEASE_HAS["gtp_remat"] and sizes["gtp_remat"] == 1:
                 order = self.order
                 del sizes["gtp_remat"]
-            generators[grid] = make(**sizes, order=order, rank_offset=self._offset(grid))
+            generators[grid] = make(**sizes, order=order, rank_offset=self.rank_offset)
         return generators
 
 
@@ -626,17 +567,6 @@ def _warn_of_descending(lists: list[list[int]], token: str) -> None:
             f"get_data_parallel_src_rank() read. Let the generator give ascending ranks.",
             RuntimeWarning,
             stacklevel=2,
-        )
-
-
-def warn_of_removal(subject: str, stacklevel: int = 2) -> None:
-    """Warn, as upstream does, that encoders of 0.12 and 0.13 will go: a DeprecationWarning."""
-    if RELEASE_HAS["encoder_deprecated"]:
-        warnings.warn(
-            f"{subject} deprecated, as encoders with sizes of their own: lay out encoder and "
-            f"decoder as two grids.",
-            DeprecationWarning,
-            stacklevel=stacklevel + 1,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from math import log2, prod
 from typing import Any
@@ -54,11 +54,8 @@ class PlannedRows:
         request = self.request
         request.positive("num_distributed_optimizer_instances")
         table_rows = rows_of(request)
-        # Options are read here for their errors alone. Upstream reads those of the first group
-        # before it checks the number of instances, or after that, as the release has it.
-        if RELEASE_HAS["dp_first"]:
-            _options(request, table_rows[0])
         _check_instances(request, "data x context parallel size", _members(request))
+        # Options are read here for their errors alone, in upstream's order of refusals.
         _options(request, table_rows[0])
         if request.decoder.stop > request.world:
             raise ValueError(
@@ -266,18 +263,11 @@ def _chosen(
 ) -> list[Sequence[int]] | None:
     """The ranks that the caller's function chooses of each pipeline; None if it is the default."""
     callers_function = getattr(request, argument)
-    split = request.pipeline_model_parallel_split_rank
     choose: Any = callers_function
-    takes_split = False
     if callers_function is None:
         choose = request.helpers.get(default.__name__, default)
-        if choose is default and split is None:
-            return None
-        takes_split = RELEASE_HAS["splits"] or split is not None
-    elif callers_function is default:
+    if choose is default:
         return None
-    if takes_split:
-        choose = partial(choose, split_rank=split)
     if not callable(choose):
         raise TypeError(
             f"{argument} must be a function from a pipeline's ranks to some of them, got "
@@ -287,17 +277,10 @@ def _chosen(
     for pipeline in loops(request, row):
         try:
             ranks = choose(pipeline)
-        except IndexError:
-            if not takes_split:
-                raise
-            raise ValueError(
-                f"invalid pipeline_model_parallel_split_rank={split} for a pipeline of "
-                f"{len(pipeline)} stages; allowed: 0 to {len(pipeline) - 1}."
-            ) from None
         except TypeError as error:
             # An error inside the function is its own; without a frame of its own, the call failed.
             traceback = error.__traceback__
-            if takes_split or traceback is None or traceback.tb_next is not None:
+            if traceback is None or traceback.tb_next is not None:
                 raise
             raise TypeError(
                 f"the function given as {argument} does not take a pipeline's ranks: {error}. Give "
@@ -336,8 +319,7 @@ def _check_instances(request: Request, what: str, size: int) -> None:
 
 
 def _check_expert_instances(request: Request, row: Row) -> None:
-    if RELEASE_HAS["instances_in_expert"]:
-        _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
+    _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
 
 
 def _check_even(request: Request, row: Row) -> None:
@@ -370,19 +352,11 @@ _CHECKS: dict[str, Callable[[Request, Row], None]] = {
 
 
 def _listed(request: Request, planned: PlannedRow) -> PlannedRow:
-    """The row with its groups listed, where no one layout describes them.
-
-    Over encoder and decoder, between 0.12's optimizer instances, and where outside code replaced
-    what decides the ranks.
-    """
-    row = planned.table_row
-    has_layout = request.encoder is None and not request.decides_ranks
-    if planned.plan_row.explicit is not None:
-        return planned
-    if has_layout and row.chunk != "between instances":
+    """The row with its groups listed, where outside code replaced what decides the ranks."""
+    if planned.plan_row.explicit is not None or not request.decides_ranks:
         return planned
     groups: list[tuple[int, ...]] = []
-    for number, ranks in enumerate(loops(request, row)):
+    for number, ranks in enumerate(loops(request, planned.table_row)):
         groups.extend(map(tuple, cut(request, planned, number, ranks)))
     listed = replace(planned.plan_row, explicit=tuple(groups), chunk=None, pick="all")
     return replace(planned, plan_row=listed)
@@ -397,11 +371,6 @@ def loops(request: Request, row: Row) -> list[list[int]]:
     """The rank lists over which upstream loops to make the groups of ``row``."""
     grid, token = origin(row)
     lists = request.rank_lists(grid, token)
-    if request.encoder is not None:
-        encoder_lists = request.rank_lists("encoder", token)
-        lists = _with_encoder(
-            row, encoder_lists, lists, request.num_distributed_optimizer_instances
-        )
     if not row.join:
         return lists
     if max(request.gtp_remat_size, request.expert_gtp_remat_size) > 1:
@@ -413,33 +382,6 @@ def loops(request: Request, row: Row) -> list[list[int]]:
     return joined
 
 
-def _with_encoder(
-    row: Row, encoder_lists: list[list[int]], decoder_lists: list[list[int]], instances: int
-) -> list[list[int]]:
-    """The lists of encoder and decoder, as ``row.encoder`` says."""
-    if row.loop == "dp":
-        encoder_size = len(encoder_lists[0])
-        decoder_size = len(decoder_lists[0])
-        if encoder_size != decoder_size:
-            raise RuntimeError(
-                f"num_distributed_optimizer_instances={instances} with an encoder needs "
-                f"equal data parallel sizes of encoder and experts, they are {encoder_size} and "
-                f"{decoder_size}. Change the expert sizes, or have one instance."
-            )
-    if row.encoder == "apart":
-        return encoder_lists + decoder_lists
-    if row.encoder == "shared":
-        # By consecutive pipelines of the decoder; of a remainder the first ones get one more each:
-        # encoder lists a, b and five of the decoder are a, a, a, b, b.
-        share, remainder = divmod(len(decoder_lists), len(encoder_lists))
-        repeated = []
-        for number, ranks in enumerate(encoder_lists):
-            repeated += [ranks] * (share + (number < remainder))
-        encoder_lists = repeated
-    pairs = zip(encoder_lists, decoder_lists, strict=True)
-    return [encoder_ranks + decoder_ranks for encoder_ranks, decoder_ranks in pairs]
-
-
 def cut(
     request: Request, planned: PlannedRow, number: int, ranks: list[int]
 ) -> Sequence[Sequence[int]]:
@@ -447,10 +389,6 @@ def cut(
     row = planned.table_row
     if planned.chosen is not None:
         return [planned.chosen[number]]
-    if row.chunk == "between instances":
-        # Two instances of [0, 1, 2, 3] are [0, 1] and [2, 3]: between them are [0, 2] and [1, 3].
-        size = len(ranks) // request.num_distributed_optimizer_instances
-        return [ranks[place::size] for place in range(size)]
     if row.levels:
         return of_level(ranks, level_sizes(request, row), level_of(planned))
     chunk = None

@@ -26,7 +26,7 @@ class Row:
     traffic: str
     options: str  # key of its section in the NCCL configuration file
     grid: str = "decoder"
-    # The row is made for requests of which this is true: "instances", "not instances and gtp_axis".
+    # The row is made for requests of which this is true: "instances", "not gtp_axis".
     # The words are in ``rows._conditions``.
     when: str = ""
     check: Literal["", "even dp x cp", "levels", "expert instances"] = ""  # see rows
@@ -50,17 +50,12 @@ class Row:
     # The global of the ranks that wait for each other after each of these groups has had a barrier.
     barrier_with: str = ""
     pick: Literal["all", "ends", "first"] = "all"  # of the pipeline
-    # cut into runs; "instance": one for each instance of the distributed optimizer, "between
-    # instances": members with the same place in each
-    chunk: str = ""
+    chunk: Literal["", "instance"] = ""  # cut into runs: one for each optimizer instance
     levels: str = ""  # what upstream calls the groups that are cut into levels to make these
     level: int = 0  # ... and which level this is, innermost first, if the row is one alone
     loop: str = ""  # dims whose groups upstream cuts or joins to make these, if not its own
     join: bool = False  # ... joins, to one group for each instance of the distributed optimizer
     in_instances: str = ""  # dims of the view "instances", see build.py, that have the same ranks
-    # Groups of an encoder's ranks: "apart" from the decoder's, each "joined" to one of the
-    # decoder's, or each "shared" by several pipelines.
-    encoder: Literal["apart", "joined", "shared"] = "apart"
     separate: bool = False  # never shares a communicator: its operations overlap all others
     sharp: str = ""  # made while NCCL_COLLNET_ENABLE=1, if use_sharp picks this name
     sharp_barrier: bool = False  # ... and connected before SHARP is switched off again
@@ -110,9 +105,6 @@ ROWS: tuple[Row, ...] = (
     Row("_GTP_WEIGHT_REMAT_GROUP", "gtp_remat",
         "weights",                     "gtp_remat",       when="gtp_remat", field="gtp_remat",
         ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    Row("_DATA_PARALLEL_GROUP", "dp",
-        "gradients",                   "dp",              when="dp_first", field="dp", gloo=True,
-        ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
     Row("_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
         "gradients",                   "dp_cp",           field="dp_cp", gloo=True,
         ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", sharp="dp", sharp_barrier=True),
@@ -122,9 +114,6 @@ ROWS: tuple[Row, ...] = (
     Row("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
         "gradients",                   "intra_dp_cp",     when="instances", field="intra_dp_cp",
         chunk="instance", gloo=True, sharp="dp", in_instances="dp_intra-cp"),
-    Row("_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp-cp",
-        "gradients between instances", "inter_dp_cp",     when="instances and instances_in_dense",
-        chunk="between instances", sharp="dp", in_instances="dp_inter"),
     Row("_HYBRID_DP_CP_GROUPS", "dp-cp",
         "context",                     "dp_cp",           when="hybrid", check="even dp x cp",
         holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=True,
@@ -135,8 +124,8 @@ ROWS: tuple[Row, ...] = (
         barrier_with="_DATA_PARALLEL_GROUP_WITH_CP", creator="create_dynamic_dp_cp_groups",
         least="min_dynamic_context_parallel_size"),
     Row("_DATA_PARALLEL_GROUP", "dp",
-        "gradients",                   "dp",              when="not dp_first", field="dp",
-        gloo=True, ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
+        "gradients",                   "dp",              field="dp", gloo=True,
+        ranks="_DATA_PARALLEL_GLOBAL_RANKS"),
     Row("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
         "statistics",                  "gtp_remat_dp",    when="gtp_axis"),
     Row("_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", "gtp_remat-dp-cp",
@@ -147,23 +136,23 @@ ROWS: tuple[Row, ...] = (
     Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "cp",
         "context",                     "hcp",             when="hierarchical", check="levels",
         grid="decoder_cp_levels", loop="cp", levels="CONTEXT_PARALLEL_GROUP", holds="levels",
-        field="hcp", torch_timeout="plain_levels"),
+        field="hcp"),
     Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp",
-        "optimizer",                   "mp",              field="mp", encoder="joined",
+        "optimizer",                   "mp",              field="mp",
         ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
     Row("_TENSOR_MODEL_PARALLEL_GROUP", "tp",
         "tensor",                      "tp",              field="tp",
         ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
     Row("_PIPELINE_MODEL_PARALLEL_GROUP", "pp",
-        "pipeline",                    "pp",              field="pp", encoder="shared",
+        "pipeline",                    "pp",              field="pp",
         ranks="_PIPELINE_GLOBAL_RANKS", holds="several", separate=True,
         backend="pipeline_model_parallel_comm_backend"),
     Row("_EMBEDDING_GROUP", "pp",
-        "embeddings",                  "embd",            field="embd", encoder="shared",
+        "embeddings",                  "embd",            field="embd",
         ranks="_EMBEDDING_GLOBAL_RANKS", pick="ends",
         chooser=("get_embedding_ranks", default_embedding_ranks)),
     Row("_POSITION_EMBEDDING_GROUP", "pp",
-        "embeddings",                  "pos_embd",        field="pos_embd", encoder="shared",
+        "embeddings",                  "pos_embd",        field="pos_embd",
         ranks="_POSITION_EMBEDDING_GLOBAL_RANKS", pick="first",
         chooser=("get_position_embedding_ranks", default_position_embedding_ranks)),
     Row("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "tp-gtp_remat-dp-cp",
@@ -192,12 +181,12 @@ ROWS: tuple[Row, ...] = (
         check="expert instances", gloo=True, twin_torch_timeout=True),
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra",
         "expert gradients",            "intra_ep_dp",     grid="expert_instances",
-        when="instances and instances_in_expert", field="intra_expt_dp", gloo=True,
+        when="instances", field="intra_expt_dp", gloo=True,
         twin_options=True, loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=0,
         sharp="dp_replica"),
     Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter",
         "gradients between instances", "inter_ep_dp",     grid="expert_instances",
-        when="instances and instances_in_expert", field="inter_dist_opt", gloo=True,
+        when="instances", field="inter_dist_opt", gloo=True,
         twin_kept=False, twin_options=True, loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP",
         level=1, sharp="dp_replica", sharp_barrier=True, in_instances="dp_inter"),
     Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
@@ -205,11 +194,11 @@ ROWS: tuple[Row, ...] = (
         field="expt_dp_gtp_remat"),
     Row("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp-ep-gtp_remat-dp-pp",
         "optimizer",                   "intra_dist_opt_instance",
-        grid="expert", when="not instances and instances_in_expert", field="intra_dist_opt",
+        grid="expert", when="not instances", field="intra_dist_opt",
         loop="tp-ep-pp", join=True),
     Row("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp-ep-gtp_remat-dp_intra-pp",
         "optimizer",                   "intra_dist_opt_instance",
-        grid="expert_instances", when="instances and instances_in_expert", field="intra_dist_opt",
+        grid="expert_instances", when="instances", field="intra_dist_opt",
         loop="tp-ep-pp", join=True),
 )
 
@@ -225,8 +214,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
           "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",    "not instances"),
     Alias("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-          "_EXPERT_DATA_PARALLEL_GROUP",
-          "not instances and instances_in_expert", gloo=True),
+          "_EXPERT_DATA_PARALLEL_GROUP",                    "not instances", gloo=True),
     Alias("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
           "_EXPERT_DATA_PARALLEL_GROUP",                    "not expert_gtp_axis"),
     Alias("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",

@@ -7,18 +7,18 @@ from compat.physicsnemo.manager import (
     PhysicsNeMoUndefinedGroupError,
     PhysicsNeMoUninitializedDistributedManagerWarning,
 )
-from hypergrid.tree import GroupNode, GroupTree
+from compat.physicsnemo.tree import GroupNode, GroupTree
 
 ModulusUndefinedGroupError = PhysicsNeMoUndefinedGroupError
 ModulusUninitializedDistributedManagerWarning = PhysicsNeMoUninitializedDistributedManagerWarning
 
 
 class ProcessGroupNode(GroupNode):
-    """One group of the tree: ``hypergrid.tree.GroupNode`` by upstream's name."""
+    """One group of the tree: ``compat.physicsnemo.tree.GroupNode`` by upstream's name."""
 
 
 class ProcessGroupConfig(GroupTree[ProcessGroupNode]):
-    """A model's tree of groups: ``hypergrid.tree.GroupTree`` by upstream's name.
+    """A model's tree of groups: ``compat.physicsnemo.tree.GroupTree`` by upstream's name.
 
     As in nvidia-physicsnemo 1.3, but not a treelib tree: there is no ``config.tree``.
     """

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from compat.physicsnemo.tree import GroupNode, Placement
 from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import span_of
 from hypergrid.policy import Agreement, Policy
-from hypergrid.tree import GroupNode, Placement
 
 OWNER = "DistributedManager"
 # By the name of a group: the ranks of all groups of that name, and the dims that they are over.

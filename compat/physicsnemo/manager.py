@@ -17,12 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from compat.physicsnemo import groups, launch
+from compat.physicsnemo.tree import OPEN, GroupNode, GroupTree
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
 from hypergrid.topology import Hosts
-from hypergrid.tree import OPEN, GroupNode, GroupTree
 
 
 class PhysicsNeMoUndefinedGroupError(Exception):

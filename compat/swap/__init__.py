@@ -151,7 +151,7 @@ def warn_of_a_second_state() -> None:
             "megatron.core has loaded its own parallel_state, which has no groups: only code that "
             "imports compat.parallel_state gets these. Call compat.install() before the first "
             "`import megatron` to have one state.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

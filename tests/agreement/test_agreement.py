@@ -16,9 +16,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
 from compat import parallel_state as ps
+from compat.colossalai import EnvironmentTable
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.physicsnemo import DistributedManager
-from hypergrid import AgreementError, CreationError, EnvironmentTable, HyperCommGrid
+from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement.commit import Phase, _Memory, _Round
 from hypergrid.agreement.reports import clear_before
 from hypergrid.policy import Abilities, Policy

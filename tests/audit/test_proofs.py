@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from hypergrid.show.audit import read
+from compat.audit.recordings import read
 from tests.support import ROOT, stock, warm
 
 PROGRAMS = {

@@ -10,8 +10,8 @@ import torch
 from compat import audit
 from compat import parallel_state as ps
 from compat.audit import log
+from compat.audit.recordings import read
 from compat.state import ParallelState
-from hypergrid.show.audit import read
 from tests.support import forked, table, warm
 
 DEMO = "--tp 2 --pp 2 --ep 2 --num-experts 4 --layers 2 --sequence-parallel --steps 2"

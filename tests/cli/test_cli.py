@@ -114,7 +114,7 @@ def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(saved, command, c
     assert refusal in run(f"{command} {option}", 2)
 
 
-def test_a_saved_plan_may_have_an_encoders_ranks_in_front(saved):
+def test_a_saved_plan_may_list_ranks_in_front_of_its_layout(saved):
     layouts = {"decoder": RankLayout(("dp",), (6,), 2)}
     plan = GroupPlan(layouts, (GroupRow("MODEL", "decoder", ("dp",), explicit=((0, 1, 2),)),))
     option = saved(plan.to_json())
@@ -232,9 +232,9 @@ def test_tables_keep_to_the_width_of_the_terminal_and_lose_no_letter(command, st
 
 def test_the_release_that_is_planned_is_saved_and_its_reason_told(saved, monkeypatch):
     small = "plan --world-size 16 --tp 2"
-    old = run(f"{small} --megatron v0.12.3")
-    again = run(f"plan {saved(run(f'{small} --megatron 0.12 --json'))}")
-    assert "\nfor megatron-core 0.12\n" in again
+    old = run(f"{small} --megatron v0.14.0")
+    again = run(f"plan {saved(run(f'{small} --megatron 0.14 --json'))}")
+    assert "\nfor megatron-core 0.14\n" in again
     assert again.partition("\n\n")[2] == old.partition("\n\n")[2]
     monkeypatch.setattr(releases, "_DECIDED", ((0, 19), None, "none installed"))
     assert "\nfor megatron-core 0.19 (none installed)\n" in run(small)

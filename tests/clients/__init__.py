@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from tests.parity.surface import Config
 from tests.parity.watching import Client, Step
-from tests.support.stock import RELEASES
 
 __all__ = ["Client", "Program", "Step", "generated_groups"]
 
@@ -29,7 +28,6 @@ class Program:
     """One behaviour of one client: where it is to be tried, and the code."""
 
     run: Callable[[Client], Iterator[Step]]
-    releases: tuple[str, ...] = RELEASES
     world: int = 16  # 0: torch.distributed is not initialised
     meet: bool = True  # on real ranks: all members of a group hold it, and communicate
     sizes: Sizes = field(

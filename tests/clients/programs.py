@@ -14,7 +14,6 @@ from tests.clients import (
     nvrx,
     slime,
 )
-from tests.support.stock import RELEASES
 
 EIGHT = {
     "tensor_model_parallel_size": 2,
@@ -22,7 +21,6 @@ EIGHT = {
     "expert_model_parallel_size": 2,
 }
 UNEVEN = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-HIGH_PRIORITY = RELEASES[RELEASES.index("0.14.0") :]
 
 PROGRAMS = {
     "ms-swift: a timeout for every group": Program(ms_swift.a_timeout_for_every_group),
@@ -32,11 +30,7 @@ PROGRAMS = {
     "MindSpeed: groups of its own": Program(mindspeed.options_set_afterwards),
     "MindSpeed-LLM: ranks in another order": Program(mindspeed_llm.ranks_in_another_order),
     "MindSpeed-LLM: pipelines that share a stage": Program(
-        # The client is for 0.12; later releases stumble over a rank in two pipelines.
-        mindspeed_llm.pipelines_that_share_a_stage,
-        releases=RELEASES[:2],
-        world=6,
-        sizes=UNEVEN,
+        mindspeed_llm.pipelines_that_share_a_stage, world=6, sizes=UNEVEN
     ),
     "MindSpeed-LLM: groups written anew": Program(mindspeed_llm.groups_written_anew),
     "slime: groups closed and made anew": Program(slime.groups_closed_and_made_anew),
@@ -47,7 +41,7 @@ PROGRAMS = {
         megatron_bridge.groups_of_a_component_for_a_while, world=8, sizes=EIGHT
     ),
     "Megatron-Bridge: arguments by the signature": Program(
-        megatron_bridge.arguments_by_the_signature, releases=HIGH_PRIORITY
+        megatron_bridge.arguments_by_the_signature
     ),
     "Megatron's tools: a converter that loads": Program(
         megatron_tools.a_converter_that_loads, world=0

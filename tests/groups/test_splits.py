@@ -12,9 +12,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
 from compat import parallel_state as ps
+from compat.colossalai import EnvironmentTable
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
-from hypergrid import AgreementError, EnvironmentTable, HyperCommGrid, of_torch
+from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import creation
 from hypergrid.groups.creation import expected
 from hypergrid.groups.pool import live_pools

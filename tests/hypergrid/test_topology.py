@@ -65,12 +65,12 @@ def test_ranks_outside_have_no_host():
         Topology(LAYOUT, 4).host(16)
 
 
-def test_trees_and_topologies_need_no_torch():
+def test_layouts_and_topologies_need_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None;"
-        "from hypergrid import GroupNode, GroupTree;"
-        "tree = GroupTree(GroupNode('model', 8, within='host'));"
-        "print(tree.place(100_000, hosts=8).topology.inside('model'))"
+        "from hypergrid import RankLayout, Topology;"
+        "layout = RankLayout(('model', 'dp'), (8, 12_500));"
+        "print(Topology(layout, hosts=8).inside('model'))"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -184,10 +184,10 @@ def test_a_name_that_there_never_was_says_which_are_similar():
 
 
 def test_a_name_of_another_release_says_which():
-    code = "import compat.parallel_state as ps\ntry: ps.is_inside_encoder\n"
+    code = "import compat.parallel_state as ps\ntry: ps.create_all_gather_groups\n"
     code += "except AttributeError as error: print(error)"
     done = warm.run("-c", code, HYPERGRID_MEGATRON_RELEASE="0.16.1")
     assert done.stdout == (
-        "module 'compat.parallel_state' has no attribute 'is_inside_encoder': megatron-core 0.12 "
-        "to 0.13 has it, and 0.16 is followed here\n"
+        "module 'compat.parallel_state' has no attribute 'create_all_gather_groups': megatron-core "
+        "0.18 to 0.20 has it, and 0.16 is followed here\n"
     )

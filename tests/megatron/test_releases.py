@@ -1,7 +1,6 @@
-"""Differences between releases: names and arguments, encoders, and which release this is."""
+"""Differences between releases: names and arguments, and which release this is."""
 
 import os
-import warnings
 import zipfile
 from unittest import mock
 
@@ -11,10 +10,9 @@ import torch.distributed as dist
 
 from compat import parallel_state as ps
 from compat.megatron import releases
-from compat.report import report
+from hypergrid import of_torch
 from tests.support import ROOT, warm
 from tests.support.forked import on_ranks, total
-from tests.support.groups import check_pool
 from tests.support.stock import PUBLISHED, RELEASES, following, have_stock, source
 
 
@@ -68,7 +66,7 @@ def test_without_a_source_the_number_says_the_same(release):
 EVERY = """
 import sys, compat.parallel_state as ps
 assert ps.get_gtp_weight_remat_group(check_initialized=False) is None
-assert ps.get_data_parallel_world_size(with_gtp_remat=False) == 0 and ps.is_inside_encoder
+assert ps.get_data_parallel_world_size(with_gtp_remat=False) == 0 and ps.create_all_gather_groups
 print("with_gtp_remat" in str(__import__("inspect").signature(ps.get_data_parallel_group)))
 """
 
@@ -141,16 +139,24 @@ def test_the_groups_of_dynamic_context_parallelism_are_runs_and_connected_at_onc
         ps.get_dynamic_data_context_parallel_groups(group_size=1)
 
 
-def test_an_unknown_release_is_taken_for_the_nearest_with_one_warning():
-    newest = f"(0, {releases.NEWEST[1]})"
-    for text, known, word in (("0.99.1", newest, "newer"), ("0.11.0", "(0, 12)", "older")):
-        done = python("-c", RELEASE, HYPERGRID_MEGATRON_RELEASE=text)
-        assert done.stdout == f"{known} []\n", done.stderr
-        assert done.stderr.count("UserWarning") == 1
-        assert f"megatron-core {text} is {word} than" in done.stderr
+def test_a_newer_release_is_taken_for_the_newest_with_one_warning():
+    done = python("-c", RELEASE, HYPERGRID_MEGATRON_RELEASE="0.99.1")
+    assert done.stdout == f"(0, {releases.NEWEST[1]}) []\n", done.stderr
+    assert done.stderr.count("UserWarning") == 1
+    assert "megatron-core 0.99.1 is newer than" in done.stderr
     for text in PUBLISHED[-1], "0.{}".format(*releases.NEWEST[1:]):
         done = python("-c", RELEASE, HYPERGRID_MEGATRON_RELEASE=text)
         assert (done.stdout, done.stderr) == (f"(0, {text.split('.')[1]}) []\n", "")
+
+
+def test_the_window_of_support_is_the_same_wherever_it_is_written():
+    oldest = "{}.{}".format(*releases.OLDEST)
+    assert PUBLISHED[0].startswith(f"{oldest}.")
+    assert f'"megatron-core>={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    window = (ROOT / "docs" / "coverage.md").read_text().partition("## The window of support")[2]
+    assert f"| megatron-core | {PUBLISHED[0]}, of the" in window
+    assert f"hypergrid-comm=={releases.LAST_WITH_OLDER}" in window
+    assert f"| torch | {of_torch.OLDEST} | {of_torch.NEWEST} |" in window
 
 
 def checkout(directory, version, text=None):
@@ -168,8 +174,30 @@ def test_the_release_of_a_checkout_on_the_path_is_read_and_not_imported(tmp_path
     path = [checkout(tmp_path, "0.14")]
     done = python("-c", RELEASE, path=path, HYPERGRID_MEGATRON_RELEASE="")
     assert done.stdout == "(0, 14) []\n", done.stderr
-    done = python("-c", RELEASE, path=path, HYPERGRID_MEGATRON_RELEASE="0.13.1")
-    assert done.stdout == "(0, 13) []\n", done.stderr
+    done = python("-c", RELEASE, path=path, HYPERGRID_MEGATRON_RELEASE="0.15.3")
+    assert done.stdout == "(0, 15) []\n", done.stderr
+
+
+def test_a_release_before_the_window_is_refused_by_name_wherever_it_comes_from(tmp_path):
+    path = [checkout(tmp_path, "0.13")]
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("")
+    swapped = "import compat; compat.install(); import megatron.core.parallel_state"
+    asked = {"HYPERGRID_MEGATRON_RELEASE": "0.13"}
+    for origin, command, how in (
+        ("installed", ("-c", RELEASE), {"path": path}),
+        ("installed", ("-c", swapped), {"path": path}),
+        ("HYPERGRID_MEGATRON_RELEASE", ("-c", RELEASE), asked),
+        ("installed", ("-m", "hypergrid", "plan", "--world-size", "8"), {"path": path}),
+        ("--megatron", ("-m", "hypergrid", "plan", "--world-size", "8", "--megatron", "0.13"), {}),
+    ):
+        done = python(*command, **how)
+        assert done.returncode == (2 if "hypergrid" in command else 1)
+        text = " ".join(done.stderr.replace("│", " ").split())
+        assert f"megatron-core 0.13 ({origin}) is older than 0.14" in text, text
+        assert "hypergrid-comm 0.1.0 was the last to follow it" in text
+        assert "Traceback" not in text or "hypergrid" not in command
+    done = python("-c", RELEASE, path=path, HYPERGRID_MEGATRON_RELEASE="0.14")
+    assert done.stdout == "(0, 14) []\n", done.stderr
 
 
 @pytest.mark.parametrize("release", PUBLISHED)
@@ -222,46 +250,6 @@ def test_where_nothing_is_unknown_the_swap_is_silent(tmp_path):
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("")
     done = python("-c", SWAPPED, path=path)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
-
-
-def test_an_encoder_feeds_the_pipelines_of_the_decoder(fake_world):
-    fake_world(6, rank=1)
-    # Two encoder ranks; behind them tp=2 dp=2: each feeds both halves of its model's tensors.
-    ps.initialize_model_parallel(
-        2, encoder_tensor_model_parallel_size=1, encoder_pipeline_model_parallel_size=1
-    )
-    state = ps.current_state()
-    try:
-        assert ps.get_pipeline_model_parallel_next_rank() == [4, 5]
-        assert "of the encoder" in repr(state)
-        assert "; encoder RankLayout(" in report(state)
-    finally:
-        ps.destroy_model_parallel()
-
-
-@pytest.mark.parametrize("deprecated", [False, True])
-def test_from_0_13_on_an_encoder_is_told_to_go(fake_world, monkeypatch, deprecated):
-    monkeypatch.setitem(releases.RELEASE_HAS, "encoder_deprecated", deprecated)
-    fake_world(4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ps.initialize_model_parallel(encoder_pipeline_model_parallel_size=1)
-        assert ps.is_inside_encoder()
-    ps.destroy_model_parallel()
-    deprecations = [w for w in caught if issubclass(w.category, DeprecationWarning)]
-    assert bool(deprecations) == deprecated
-    if deprecated:  # the caller's line
-        assert {warning.filename for warning in deprecations[1:4]} == {__file__}
-
-
-@on_ranks(8)
-def test_real_ranks_of_encoder_and_decoder_pass_collectives_on_every_group(rank):
-    ps.initialize_model_parallel(
-        2, encoder_tensor_model_parallel_size=1, encoder_pipeline_model_parallel_size=2
-    )
-    # By the pool: of the groups that share an encoder's rank, the getters know the last alone.
-    check_pool(rank)
-    assert isinstance(ps.get_pipeline_model_parallel_group(), list) == (rank < 4)
 
 
 def test_the_packages_can_be_imported_from_a_zip(tmp_path):

@@ -63,7 +63,6 @@ def is_nonsense(config: Config) -> bool:
     if len(set(tokens)) != len(tokens) or kwargs.get("rank_offset", 0) < 0:
         return True
     for name, size in kwargs.items():
-        least = 0 if name.startswith("encoder_") else 1
-        if name.endswith(("_size", "_instances")) and size is not None and size < least:
+        if name.endswith(("_size", "_instances")) and size is not None and size < 1:
             return True
     return False

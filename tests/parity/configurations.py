@@ -54,18 +54,11 @@ def random_config(rng: random.Random, release: str, max_world: int) -> Config:
     window = world
     offset = 0
     kwargs: dict[str, Any] = {}
-    has_windows = "rank_offset" in has
-    if has_windows and world > 1 and rng.random() < 0.12:
+    if "rank_offset" in has and world > 1 and rng.random() < 0.12:
         window = rng.randint(1, world)
         offset = rng.randint(0, world - window)
         kwargs = {"local_world_size": window, "rank_offset": offset}
     kwargs |= _arguments(rng, window, has)
-    if "encoder_pipeline_model_parallel_size" in has:
-        width = kwargs.get("encoder_tensor_model_parallel_size") or kwargs[TP]
-        stages = kwargs.get("encoder_pipeline_model_parallel_size", 0)
-        replicas = window // kwargs[TP] // kwargs["pipeline_model_parallel_size"]
-        offset = replicas * width * stages
-        world += offset
     config: Config = {
         "kind": "sound",
         "world_size": world,
@@ -78,8 +71,6 @@ def random_config(rng: random.Random, release: str, max_world: int) -> Config:
         config["kind"] = break_one(rng, config, has, words(rng))
     ranks = range(world)
     few = {0, world - 1, offset, min(offset + window, world) - 1, *rng.choices(ranks, k=2)}
-    if offset and not has_windows:  # ranks of the encoder
-        few |= {offset - 1, rng.randrange(offset)}
     if world > 128:
         few = {offset, rng.choice(ranks)}
     config["ranks"] = list(ranks) if world <= 4 else sorted(few)

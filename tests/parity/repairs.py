@@ -24,17 +24,6 @@ def replaced(*pairs: tuple[str, str]) -> Callable[[str], str]:
 
 # What to replace where stock defeats itself; elsewhere a repair changes nothing that stock does.
 REPAIRS: dict[str, list[tuple[str, str]]] = {
-    # 0.12: levels that do not multiply to the context-parallel size make groups of some of the
-    # ranks, or none; later releases refuse them.
-    "levels of another product": [
-        (
-            "            global _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS\n            _HIER",
-            "            global _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS\n"
-            "            import math\n"
-            "            assert math.prod(hierarchical_context_parallel_sizes) == "
-            "context_parallel_size\n            _HIER",
-        ),
-    ],
     # 0.19: the barrier asks for a group that is only made later, so that SHARP on dp always fails;
     # a rank outside the window has no such group at all.
     "sharp on dp": [

@@ -359,7 +359,7 @@ def test_a_manager_knows_after_cleanup_what_it_knew(fake_world):
 @pytest.mark.parametrize(("call", "error", "says"), table("physicsnemo/refusals.txt"))
 def test_refusals_are_sentences_of_upstreams_types(fake_world, call, error, says):
     fake_world(8)
-    names = {**globals(), **vars(pn), "manager": start(0, 8)}
+    names = {**vars(pn), **globals(), "manager": start(0, 8)}
     with pytest.raises(Exception, match=says) as caught:
         eval(call, names)
     assert error in [kind.__name__ for kind in type(caught.value).__mro__]

@@ -20,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from compat.resiliency import survivors
 from hypergrid import RankLayout
-from hypergrid.agreement import survivors
 from hypergrid.errors import AgreementError
 from tests.support import ROOT
 from tests.support.counting import CountingStore
@@ -212,7 +212,8 @@ def test_the_meeting_costs_each_rank_the_same_in_any_world(world):
 
 
 def test_without_nvrx_the_message_names_the_extra():
-    code = "import sys; sys.modules['nvidia_resiliency_ext'] = None; import compat.resiliency"
+    code = "import sys; sys.modules['nvidia_resiliency_ext'] = None; "
+    code += "from compat.resiliency import Abort"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )

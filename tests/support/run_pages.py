@@ -25,8 +25,8 @@ from typing import Any
 import torch  # noqa: F401 - once, not in each process
 import torch.distributed as dist
 
+import compat.colossalai
 import compat.parallel_state  # noqa: F401
-import hypergrid.groups.environment  # noqa: F401
 from tests.support import forked, warm
 
 Steps = list[tuple[str, str, str]]

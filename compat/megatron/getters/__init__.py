@@ -20,11 +20,12 @@ where it is written, or from here, asks the current state. All are *local*: no c
 from __future__ import annotations
 
 import functools
+import inspect
 from types import FunctionType
 from typing import Any
 
 from compat.megatron.getters import groups, numbers, setters, stages
-from compat.megatron.releases import drop_absent
+from compat.megatron.releases import as_released, drop_absent
 
 SETTERS = ("set_", "_set_", "destroy_")  # so begin the names of functions that change something
 FUNCTIONS: dict[str, FunctionType] = {}  # as they are written
@@ -36,11 +37,12 @@ def bind_getters_to(names: dict[str, Any]) -> dict[str, FunctionType]:
     """Put the functions into ``names``, which become their globals; and give them by name."""
     functions = {}
     for name, written in FUNCTIONS.items():
-        function = FunctionType(written.__code__, names, name, written.__defaults__)
-        function.__kwdefaults__ = written.__kwdefaults__
-        functools.update_wrapper(function, written, ("__annotations__", "__doc__", "__qualname__"))
-        del function.__wrapped__  # type: ignore[attr-defined]
-        functions[name] = function
+        plain: Any = inspect.unwrap(written)
+        function = FunctionType(plain.__code__, names, name, plain.__defaults__)
+        for attribute in ("__annotations__", "__doc__", "__qualname__"):
+            setattr(function, attribute, getattr(plain, attribute))
+        # Where the release has other arguments, a wrapper is around the function that is written.
+        functions[name] = function if plain is written else as_released(function)
     # The modules that the functions use are among their globals too. What ``names`` has stays.
     names.update({**_WRITTEN, **names, **functions})
     return functions

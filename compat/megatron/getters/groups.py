@@ -14,7 +14,6 @@ from hypergrid.agreement.store import was_aborted
 from hypergrid.errors import NoGroupsError
 
 
-@as_released
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group of this rank's model: tensor, GTP and pipeline parallel ranks."""
     if _MODEL_PARALLEL_GROUP is None and check_initialized:
@@ -36,7 +35,6 @@ def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     return _GTP_WEIGHT_REMAT_GROUP
 
 
-@as_released
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over pp: the stages of one pipeline."""
     if _PIPELINE_MODEL_PARALLEL_GROUP is None and check_initialized:
@@ -47,9 +45,9 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
 @as_released
 def get_data_parallel_group(
     with_context_parallel: bool = False,
+    with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
-    with_gtp_remat: bool = True,
 ) -> ProcessGroup:
     """Group over dp; optionally with cp, without gtp_remat, or of one optimizer instance."""
     if _gtp_remat and with_gtp_remat:
@@ -113,7 +111,6 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
     return _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS
 
 
-@as_released
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """Ranks of this pipeline that hold word embeddings."""
     if _EMBEDDING_GROUP is None and check_initialized:
@@ -121,7 +118,6 @@ def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     return _EMBEDDING_GROUP
 
 
-@as_released
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """Ranks of this pipeline that hold position embeddings."""
     if _POSITION_EMBEDDING_GROUP is None and check_initialized:
@@ -160,7 +156,6 @@ def get_tensor_and_data_parallel_group(
     return _TENSOR_AND_DATA_PARALLEL_GROUP
 
 
-@as_released
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over tp and cp."""
     if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None and check_initialized:
@@ -213,8 +208,8 @@ def get_expert_tensor_model_pipeline_parallel_group(
 @as_released
 def get_expert_data_parallel_group(
     check_initialized: bool = True,
-    partial_expert_data_parallel: bool = False,
     with_gtp_remat: bool = True,
+    partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
     """Group over the expert grid's dp; optionally without gtp_remat, or of one instance."""
     if _expert_gtp_remat and with_gtp_remat:
@@ -228,7 +223,6 @@ def get_expert_data_parallel_group(
     return _EXPERT_DATA_PARALLEL_GROUP
 
 
-@as_released
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Gloo twin of an expert-data-parallel group."""
     if partial_expert_data_parallel:
@@ -240,7 +234,6 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
     return _EXPERT_DATA_PARALLEL_GROUP_GLOO
 
 
-@as_released
 def get_data_modulo_expert_parallel_group(
     partial_expert_data_parallel: bool = False,
 ) -> ProcessGroup:
@@ -267,13 +260,6 @@ def get_inter_distributed_optimizer_instance_group(check_initialized: bool = Tru
     if _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP is None and check_initialized:
         raise missing("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
     return _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-
-
-def get_inter_partial_data_parallel_group() -> ProcessGroup:
-    """Megatron 0.12's ranks with this rank's place in each optimizer instance, dense layers."""
-    if _INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP is None:
-        raise missing("_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
-    return _INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
 
 
 def is_initialized() -> bool:
@@ -360,6 +346,4 @@ def _expert_data_parallel(partial: bool, remat: bool) -> ProcessGroup:
         return get_expert_data_parallel_group(
             partial_expert_data_parallel=partial, with_gtp_remat=remat
         )
-    if RELEASE_HAS["instances_in_expert"]:
-        return get_expert_data_parallel_group(partial_expert_data_parallel=partial)
-    return get_expert_data_parallel_group()
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial)

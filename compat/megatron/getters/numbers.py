@@ -86,8 +86,6 @@ def get_expert_model_parallel_src_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of this pipeline's first stage."""
-    if _several:
-        return _first_of_several()
     try:  # costs less than to ask first
         return _PIPELINE_GLOBAL_RANKS[0]
     except TypeError:
@@ -96,24 +94,24 @@ def get_pipeline_model_parallel_first_rank() -> int:
         raise
 
 
-def get_pipeline_model_parallel_last_rank() -> int | list[int]:
-    """Global rank of this pipeline's last stage; a list on an encoder's rank in several."""
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of this pipeline's last stage."""
     ranks = _pipeline()
-    return _at(ranks, get_pipeline_model_parallel_world_size() - 1)
+    return ranks[get_pipeline_model_parallel_world_size() - 1]
 
 
-def get_pipeline_model_parallel_next_rank() -> int | list[int]:
+def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the next stage; the first follows the last."""
     ranks = _pipeline()
     stage = get_pipeline_model_parallel_rank()
-    return _at(ranks, (stage + 1) % get_pipeline_model_parallel_world_size())
+    return ranks[(stage + 1) % get_pipeline_model_parallel_world_size()]
 
 
-def get_pipeline_model_parallel_prev_rank() -> int | list[int]:
+def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the previous stage; the last precedes the first."""
     ranks = _pipeline()
     stage = get_pipeline_model_parallel_rank()
-    return _at(ranks, (stage - 1) % get_pipeline_model_parallel_world_size())
+    return ranks[(stage - 1) % get_pipeline_model_parallel_world_size()]
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -144,17 +142,15 @@ def get_pipeline_model_parallel_rank() -> int:
     """This rank's pipeline stage."""
     if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_RANK
-    if not _numbers and RELEASE_HAS["stage_asks_torch"]:
-        dist.get_rank()
     group = get_pipeline_model_parallel_group()
-    return _pp[1] if group is _pp[0] else _rank_in(group, RELEASE_HAS["stage_from_torch"])
+    return _pp[1] if group is _pp[0] else dist.get_rank(group)
 
 
 @as_released
 def get_data_parallel_world_size(
     with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
     with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
 ) -> int:
     """Data-parallel size; arguments as for the group."""
     if _MPU_DATA_PARALLEL_WORLD_SIZE is not None:
@@ -167,8 +163,8 @@ def get_data_parallel_world_size(
 @as_released
 def get_data_parallel_rank(
     with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
     with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
 ) -> int:
     """This rank's place in the data-parallel group; arguments as for the group."""
     if _MPU_DATA_PARALLEL_RANK is not None:
@@ -298,7 +294,7 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
 
 @as_released
 def get_expert_data_parallel_world_size(
-    partial_expert_data_parallel: bool = False, with_gtp_remat: bool = True
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Expert-data-parallel size; arguments as for the group."""
     if not _numbers and not _answers():
@@ -308,7 +304,7 @@ def get_expert_data_parallel_world_size(
 
 @as_released
 def get_expert_data_parallel_rank(
-    partial_expert_data_parallel: bool = False, with_gtp_remat: bool = True
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """This rank's place in the expert-data-parallel group."""
     if not _numbers and not _answers():
@@ -364,46 +360,22 @@ def _of_size(kind: str, groups: Any, check_initialized: bool, size: int | None) 
     return groups[size]
 
 
-def _rank_in(group: Any, from_torch: bool = False) -> int:
+def _rank_in(group: Any) -> int:
     """This rank's place in a group: known of those that the state made."""
     try:
         return _numbers[group][0]
-    except (KeyError, TypeError):
-        # Outside code's own group, or a list of pipelines: an encoder's rank is at the same stage
-        # of each.
-        if isinstance(group, list):
-            group = group[0]
-    if from_torch or RELEASE_HAS["numbers_from_torch"]:
-        return dist.get_rank(group)
-    return group.rank()
+    except (KeyError, TypeError):  # outside code's own group
+        return group.rank()
 
 
 def _size_of(group: Any) -> int:
     try:
         return _numbers[group][1]
     except (KeyError, TypeError):
-        if isinstance(group, list):
-            group = group[0]
-    if RELEASE_HAS["numbers_from_torch"]:
-        return dist.get_world_size(group)
-    return group.size()
+        return group.size()
 
 
 def _pipeline() -> list[Any]:
     if _PIPELINE_GLOBAL_RANKS is None:
         raise missing("_PIPELINE_GLOBAL_RANKS")
     return _PIPELINE_GLOBAL_RANKS
-
-
-def _first_of_several() -> int:
-    pipeline = _pipeline()
-    if isinstance(pipeline[0], list):
-        pipeline = pipeline[0]
-    return pipeline[0]
-
-
-def _at(ranks: list[Any], stage: int) -> Any:
-    """The rank at a stage; one for each pipeline where there are several."""
-    if isinstance(ranks[0], list):
-        return [pipeline[stage] for pipeline in ranks]
-    return ranks[stage]

@@ -1,6 +1,6 @@
 """Numbers that answer instead of a group's, and Megatron's buffers."""
 
-# ruff: noqa: F821 - upstream's private globals are in the namespaces, see the package
+
 # mypy: disable-error-code="name-defined,index"
 
 from __future__ import annotations
@@ -105,8 +105,3 @@ def destroy_global_symmetric_memory_buffer() -> None:
     """Forget the symmetric memory buffer."""
     global _GLOBAL_SYMMETRIC_MEMORY_BUFFER
     _GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
-
-
-def get_moe_layer_wise_logging_tracker() -> dict[str, Any]:
-    """Megatron 0.12's losses of experts by name, for logging."""
-    return _MOE_LAYER_WISE_LOGGING_TRACKER

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compat.resiliency.replicas import NoReplicaError, Replicas
 from hypergrid import RankLayout, Topology
 from hypergrid.layout import LayoutError
-from hypergrid.replicas import NoReplicaError, Replicas
 from tests.support import table
 
 
@@ -73,7 +73,7 @@ def test_first_all_dims_that_shall_stay_together_do_where_hosts_can_hold_them(jo
 
 
 @pytest.mark.parametrize(
-    ("rule", "sizes", "hosts", "lost", "active", "reserves"), table("hypergrid/holes.txt")
+    ("rule", "sizes", "hosts", "lost", "active", "reserves"), table("resiliency/holes.txt")
 )
 def test_who_takes_which_hole(rule, sizes, hosts, lost, active, reserves):
     size_of = eval(sizes)

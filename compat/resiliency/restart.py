@@ -1,7 +1,7 @@
-"""Restart inside the process with NVIDIA's nvidia-resiliency-ext: Abort, Initialize, WholeReplicas.
+"""Abort, Initialize and WholeReplicas: arguments of nvidia-resiliency-ext's ``inprocess.Wrapper``.
 
-They are arguments of its ``inprocess.Wrapper``. It notices faults and calls the function again;
-these free the ranks, choose who goes on, and bring the ones that go on together.
+It notices faults and calls the function again; these free the ranks, choose who goes on, and bring
+the ones that go on together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 import hypergrid
-from hypergrid.agreement.survivors import forget_life, meet_survivors
+from compat.resiliency.replicas import NoReplicaError, Replicas
+from compat.resiliency.survivors import forget_life, meet_survivors
 from hypergrid.groups import closing, gloo
 from hypergrid.layout import RankLayout
 from hypergrid.messages import install_command, one_line
-from hypergrid.replicas import NoReplicaError, Replicas
 from hypergrid.topology import Topology
 
 try:
@@ -134,8 +134,8 @@ class WholeReplicas(RankAssignment):
     """Keeps the largest number of whole model replicas, and the other processes in reserve.
 
     It assigns ranks and activates them, so it stands alone as ``rank_assignment``. Spares take the
-    holes of their host first, see ``hypergrid.replicas.Replicas``. *Collective* in its first call,
-    in which each process tells its host through NVRx's store; else *local*.
+    holes of their host first, see ``compat.resiliency.replicas.Replicas``. *Collective* in its
+    first call, in which each process tells its host through NVRx's store; else *local*.
 
     Parameters
     ----------

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypergrid import GroupNode, GroupTree, HyperCommGrid, LayoutError
-from hypergrid.tree import TreeError
+from compat.physicsnemo.tree import GroupNode, GroupTree, TreeError
+from hypergrid import HyperCommGrid, LayoutError
 from tests.support import table
 
 
@@ -108,13 +108,13 @@ def test_a_node_that_must_stay_inside_a_host_does():
     assert placed.topology.inside(placed.dims("model"))
 
 
-@pytest.mark.parametrize(("call", "says"), table("hypergrid/refusals_of_placements.txt"))
+@pytest.mark.parametrize(("call", "says"), table("physicsnemo/refusals_of_placements.txt"))
 def test_a_tree_that_cannot_be_placed_is_refused(call, says):
     with pytest.raises(TreeError, match=says):
         eval(call, {"with_node": with_node})
 
 
-@pytest.mark.parametrize(("call", "says"), table("hypergrid/refusals_of_trees.txt"))
+@pytest.mark.parametrize(("call", "says"), table("physicsnemo/refusals_of_trees.txt"))
 def test_what_cannot_be_is_refused_and_changes_nothing(call, says):
     tree = world()
     with pytest.raises(TreeError, match=says) as refused:
