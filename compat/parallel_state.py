@@ -40,7 +40,7 @@ from compat.megatron.rank_generator import (
 from compat.megatron.rank_generator import (
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
-from compat.megatron.releases import UnknownName, as_released, drop_absent
+from compat.megatron.releases import as_released, drop_absent
 from compat.megatron.request import Request, replaced_functions, watch
 from compat.megatron.request import inject_gtp_remat_axis as _inject_gtp_remat_axis  # noqa: F401
 from compat.megatron.rows import PlannedRows
@@ -229,11 +229,6 @@ def create_all_gather_groups(
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
     """Set the timeout of ``pg``, or of all groups made here. *Collective* over ``pg``."""
     current().update_pg_timeout(timeout, pg)
-
-
-def __getattr__(name: str) -> Any:
-    """Refuse a name that there is not: which release has it, or which names are similar."""
-    raise UnknownName(__name__, name, globals())
 
 
 drop_absent(globals())

@@ -8,7 +8,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -192,31 +191,6 @@ def present(name: str) -> bool:
 def has(name: str) -> bool:
     """Whether ours has a name: as the release, or of all releases where ``ALL`` is set."""
     return name not in SPANS or EVERY or present(name)
-
-
-class UnknownName(AttributeError):
-    """A name that a module does not have.
-
-    It looks for similar names when it is shown, since code asks with ``hasattr`` for names that
-    other releases have.
-    """
-
-    def __init__(self, module: str, name: str, known: Mapping[str, Any]) -> None:
-        super().__init__(f"module {module!r} has no attribute {name!r}")
-        self._name = name
-        self._known = known
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        if self._name in SPANS:
-            first, last = ("{}.{}".format(*release) for release in SPANS[self._name])
-            return (
-                f"{text}: megatron-core {first} to {last} has it, and {in_words()} is followed here"
-            )
-        similar = get_close_matches(self._name, list(self._known))
-        if similar:
-            text += f": similar are {', '.join(similar)}"
-        return text
 
 
 def facts() -> dict[str, bool]:
