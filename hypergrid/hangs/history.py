@@ -226,7 +226,7 @@ class History:
         if title.p2p and group.label == DEFAULT:
             world = range(self.recording.world_size)
             pair = pair_of(title.what, members or world)
-            if pair is not None:
+            if pair:
                 return (title.what.name, *self._place_of_pair(*pair))
         step = 0
         if len(members) > 1:
@@ -290,7 +290,7 @@ class History:
         members: Sequence[int] = self.recording.groups[title.group].ranks
         if title.p2p:
             world = range(self.recording.world_size)
-            members = pair_of(title.what, members or world) or ()
+            members = pair_of(title.what, members or world)
         if rank in members:
             return True
         return self._roles[self._place_of[title]] in self._roles_of(rank)

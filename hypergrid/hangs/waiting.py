@@ -96,7 +96,7 @@ class _PairKey(NamedTuple):
     """All sends, or all receives, from one rank to another in one group."""
 
     group: str
-    ranks: tuple[int, int]  # from, to
+    ranks: tuple[int, ...]  # from, to
     name: str  # "send" or "recv"
 
     @property
@@ -533,7 +533,7 @@ class Waiting:
         operation = title.what
         members = self.members(title.group)
         ranks = pair_of(operation, members)
-        if ranks is None:
+        if not ranks:
             return None
         return _PairKey(title.group, ranks, operation.name)
 
@@ -569,21 +569,18 @@ def must_agree(operation: What) -> tuple[str, ...]:
     return title + inputs + outputs
 
 
-def pair_of(operation: What, members: Sequence[int]) -> tuple[int, int] | None:
-    """The global ranks (from, to) of a point-to-point operation: "1<-0" of (4, 6) is (4, 6)."""
-    if operation.name not in ("send", "recv"):
-        return None
+def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
+    """The global ranks (from, to) of a send or receive: "1<-0" of (4, 6) is (4, 6); else none."""
     match = _PAIR.fullmatch(operation.detail)
-    if match is None:
-        return None
-    caller_text, arrow, peer_text = match.groups()
-    places = [int(caller_text), int(peer_text)]
+    if operation.name not in ("send", "recv") or match is None:
+        return ()
+    caller, arrow, peer = match.groups()
+    places = [int(caller), int(peer)]
     if arrow == "<-":
         places.reverse()
-    source, target = places
     if max(places) >= len(members):
-        return None
-    return members[source], members[target]
+        return ()
+    return tuple(members[place] for place in places)
 
 
 def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
