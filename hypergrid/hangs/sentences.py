@@ -35,7 +35,6 @@ SENTENCES = {
     "{evidence}",
     "departed": "{named} called {departed}, where {due} is next.{evidence}",
     "deadlock": "Deadlock: {circle:waits|wait} for each other in {calls}.",
-    "waiting": "Ranks wait in {call}.",
     "missing": "{named} {missing}; {it} {where}",
     # What the rank did in earlier steps, and others that had done the same.
     "peers": " There {peers} that had done the same until then called {due}.",

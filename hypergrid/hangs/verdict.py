@@ -159,8 +159,8 @@ class _Report:
         elsewhere = set(self.waiting.of) - set(cause.ranks)
         if self.shows_circle:
             elsewhere -= {rank for rank, _, _ in cause.circle}
-        elif cause.wait is not None and not cause.circle:
-            elsewhere -= cause.wait.inside
+        elif cause.wait is not None and (cause.doubt or cause.kind != "order"):
+            elsewhere -= cause.wait.inside  # the sentence or a line says so
         calls = {wait.place for rank in elsewhere for wait in self.waiting.of[rank]}
         if calls:
             number = counted(len(calls), "call")
@@ -205,8 +205,6 @@ class _Report:
             where = " and ".join(calls) or "calls that are not recorded"
             circle = Members(rank for rank, _, _ in cause.circle)
             texts.append(self._say("deadlock", circle=circle, calls=where))
-        elif cause.wait is not None and not cause.circle:
-            texts.append(self._say("waiting"))
         if texts:
             return " ".join(texts)
         # All are in calls that are not recorded.
