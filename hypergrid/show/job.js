@@ -21,12 +21,14 @@ function verdict() {
   if (!job) return;
   $("job").append(make("p", {}, make("strong", {}, job.sentence)));
   if (job.chain.length) $("job").append(folded("Why", points(job.chain)));
-  if (Object.keys(job.calls).length) $("job").append(folded("The last calls around the hang", lanes()));
+  const shown = folded("The last calls of each rank, the newest on the right", lanes());
+  shown.open = true;
+  if (Object.keys(job.calls).length) $("job").append(shown);
   if (job.problems.length) $("job").append(folded("Not read", points(job.problems)));
   for (const rank of job.ranks) cells.get(rank)?.classList.add("cause");
 }
 
-// One lane a rank, those of the cause first; the newest call is on the right.
+// One lane a rank, those of the cause first.
 function lanes() {
   const ranks = new Set([...job.ranks, ...Object.keys(job.calls).map(Number)]);
   const rows = [...ranks].slice(0, 16).map((rank) => {
