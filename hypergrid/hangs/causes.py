@@ -271,7 +271,7 @@ class Rules:
     def _departures(self, ranks: Iterable[int]) -> list[Departure]:
         """Calls that ranks made instead of the one that was due, the clearest first."""
         departures = self.history.departures(sorted(ranks))
-        return sorted(departures, key=lambda departure: departure.score, reverse=True)
+        return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
     def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
         """The ranks that most clearly did not do what was due."""
@@ -281,7 +281,7 @@ class Rules:
         named = []
         named_waits = []
         for departure in departures:
-            if departure.score == first.score:
+            if departure.weight == first.weight:
                 named.append(departure.rank)
                 named_waits += self.waiting.of.get(departure.rank, [])
         # A call that others made differently shows the fault best.

@@ -41,6 +41,11 @@ class Departure(NamedTuple):
         """How much speaks against it; the greater, the more."""
         return 2 * bool(self.before) + self.is_outvoted
 
+    @property
+    def weight(self) -> tuple[int, int]:
+        """Its score; of equal ones, the later departure holds the job up."""
+        return (self.score, self.at)
+
 
 class _Precedent(NamedTuple):
     """Where the same calls came before, for the longest time."""
@@ -141,8 +146,7 @@ class History:
                 departures[departure.at] = departure
             if not departures:
                 continue
-            # Of equal ones, the later departure holds the job up.
-            yield max(departures.values(), key=lambda departure: (departure.score, departure.at))
+            yield max(departures.values(), key=lambda departure: departure.weight)
 
     def is_confirmed(self, rank: int) -> bool:
         """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
