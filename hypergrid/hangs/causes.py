@@ -319,8 +319,9 @@ class Rules:
             return "old"
         # The call that others wait in may be queued behind one that the recorder has lost.
         is_stop_known = self._shows_its_stop(wait.rank)
-        # A few ranks may wait in a call that should not be, for more ranks that are right.
-        is_outnumbered = self.history.makers(wait.rank, wait.at) <= len(named)
+        # A few ranks may wait in a call that should not be, for more ranks that are right; those
+        # without a file may have done as these.
+        is_outnumbered = self.history.makers(wait.rank, wait.at) <= len(named | waiting.gone)
         if not is_stop_known or is_outnumbered or (is_gone and not self._is_everyone_right()):
             return "either"
         return ""
