@@ -39,7 +39,8 @@ class Departure(NamedTuple):
     @property
     def score(self) -> int:
         """How much speaks against it; the greater, the more."""
-        return 2 * bool(self.before) + self.is_outvoted
+        score = {True: 2, False: -1, None: 0}[self.before]
+        return score + self.is_outvoted
 
     @property
     def weight(self) -> tuple[int, int]:
@@ -146,7 +147,13 @@ class History:
                 departures[departure.at] = departure
             if not departures:
                 continue
-            yield max(departures.values(), key=lambda departure: departure.weight)
+            # What a rank has queued behind the call that it is in holds nobody up.
+            pending = np.flatnonzero(~self.recording.ranks[rank].calls.done)
+            stop = int(pending[0]) if len(pending) else len(self._tokens[rank])
+            yield max(
+                departures.values(),
+                key=lambda departure: (departure.score, departure.at <= stop, departure.at),
+            )
 
     def is_confirmed(self, rank: int) -> bool:
         """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
@@ -299,10 +306,14 @@ class History:
                 alike = [member for member in followers[tokens[at]] if self.can_make(member, due)]
                 before = self._made_before(rank, at, due_token >> 32)
                 departure = Departure(rank, at, due, len(peers), len(alike), before)
-                if departure.is_outvoted:
-                    departures.append(departure)
-            if departures:
-                yield max(departures, key=lambda departure: departure.peers)
+                departures.append(departure)
+            if not departures:
+                continue
+            # Of several that as many ranks made, the one that was recorded first.
+            best = max(departures, key=lambda departure: departure.peers)
+            # Where as many ranks did both, its own past decides.
+            if best.is_outvoted or (best.before and best.peers == best.alike):
+                yield best
 
     def _made_before(self, rank: int, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
