@@ -48,7 +48,6 @@ Doubt: TypeAlias = Literal[
     "either",  # it may be the others who are wrong
     "which",  # it may be any of them
 ]
-_MANY = 4  # as many times more ranks are right where only their number speaks
 _BOTH = 3  # the score of a departure against which its own past and other ranks speak
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -125,7 +124,7 @@ class Rules:
         doubt: Doubt = ""
         if longest.call.what.name in _ROOTED:
             doubt = "root"
-        elif waiting.waits or waiting.gone or not is_known:
+        elif waiting.waits or not is_known:
             doubt = "partial"
         return Cause("slow", wait=longest, doubt=doubt)
 
@@ -143,41 +142,26 @@ class Rules:
         if departed is not None:
             return departed
         # What is seen comes before what is only missing.
-        recorded = free - waiting.blind - waiting.gone
+        recorded = free - waiting.gone
         if recorded:
             return self._missed("never entered", recorded)
-        without_dump = free & waiting.gone
-        if without_dump:
-            return self._missed("no dump", without_dump)
-        # Every flight recorder among them is missing.
-        return self._missed("never entered", free)
+        return self._missed("no dump", free)
 
     def _missed(self, kind: Kind, named: set[int]) -> Cause:
         """The ranks that are missed in the first of all calls that wait for one of them."""
         waits = self._waits_for(named)
-        first = max(waits, key=lambda wait: self._earliness(named, wait), default=None)
+        first = min(waits, key=lambda wait: self._lateness(named, wait), default=None)
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, first)
         if first is not None:
             named = named & first.missed
-        waiters: Counter[int] = Counter()
-        for wait in waits:
-            for rank in wait.missed:
-                waiters[rank] += len(wait.inside)
-        # The rank that most ranks are seen to wait for comes first, of several the lowest.
-        ranks = sorted(named)
-        ranks.sort(key=lambda rank: -waiters[rank])
-        return Cause(kind, tuple(ranks), first, doubt=doubt)
+        return Cause(kind, tuple(sorted(named)), first, doubt=doubt)
 
-    def _earliness(self, named: set[int], wait: Wait) -> tuple[bool, int, int]:
-        """Whether a call is due, how early in the program it is, and how long ranks are in it."""
+    def _lateness(self, named: set[int], wait: Wait) -> tuple[bool, int, int]:
+        """Whether the call is not due, how late in the program it is, and how short its wait."""
         missed_rank = min(named & wait.missed)
         is_due = self.history.is_due(missed_rank, wait.call)
-        place = 0
-        # Places of calls can be compared only where recorders reach back to the first call.
-        if self.ranks[wait.rank].whole:
-            place = wait.at
-        return (is_due, -place, wait.ns)
+        return (not is_due, wait.at, -wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         """The calls in which at least one of the ranks is missed."""
@@ -233,9 +217,8 @@ class Rules:
             self._departed(strong, waits)
             or self._minority(waits, departures)
             or self._departed(departures, waits)
+            or self._few_missing(within)
         )
-        if cause is None:
-            cause = self._few_missing(within)
         if cause is not None:
             return cause
         functions = {rank: name for rank, name in waiting.unseen.items() if rank in within}
@@ -245,59 +228,30 @@ class Rules:
             named = [rank for rank, name in functions.items() if name != usual]
             if not 0 < len(named) < count:
                 named = sorted(functions)
-            is_blind = not waiting.blind.isdisjoint(functions)
-            return Cause("order", tuple(named), doubt="blind" if is_blind else "hidden")
+            return Cause("order", tuple(named), doubt=self._hidden(functions))
         circle = waiting.circle(within)
-        circle_ranks = []
-        circle_waits = []
-        for rank, _, wait in circle:
-            circle_ranks.append(rank)
-            if wait is not None:
-                circle_waits.append(wait)
-        first = circle_waits[0] if circle_waits else None
-        kind: Kind = "order"
-        if first is not None and first.unlike:
-            kind = "mismatch"
-        return Cause(
-            kind,
-            tuple(sorted(circle_ranks)),
-            first,
-            circle,
-            doubt="which",
-        )
+        ranks = sorted(rank for rank, _, _ in circle)
+        waits = [wait for _, _, wait in circle if wait is not None]
+        first = waits[0] if waits else None
+        return Cause("order", tuple(ranks), first, circle, doubt="which")
 
     def _few_missing(self, within: set[int]) -> Cause | None:
         """If most of a group are in a call, the few that are not: the members who agree count."""
-        fullest: Wait | None = None
+        waits = []
         for wait in self.waiting.waits:
-            if not wait.absent or not wait.absent <= within:
-                continue
-            if not all(self._is_outvoted(rank, wait) for rank in wait.absent):
-                continue
-            if fullest is None or len(wait.inside) > len(fullest.inside):
-                fullest = wait
-        if fullest is None:
+            if wait.absent <= within and 0 < len(wait.absent) < len(wait.entered):
+                waits.append(wait)
+        if not waits:
             return None
-        ranks = sorted(fullest.absent)
+        fullest = max(waits, key=lambda wait: len(wait.inside))
         is_seen = within.isdisjoint(self.waiting.unseen)
+        ranks = sorted(fullest.absent)
         return Cause(
             "never entered",
             tuple(ranks),
             fullest,
             doubt="either" if is_seen else "hidden",
         )
-
-    def _is_outvoted(self, rank: int, wait: Wait) -> bool:
-        """Whether more ranks are in a call than are absent with this one, of all that had a choice.
-
-        Nobody but its members could have joined a rank that waits in a group of its own.
-        """
-        voters = set(wait.entered)
-        companions = set(wait.absent)
-        for own_wait in self.waiting.of.get(rank, []):
-            voters = {voter for voter in voters if self.history.can_make(voter, own_wait.call)}
-            companions |= own_wait.entered
-        return len(voters) > len(companions)
 
     def _minority(self, waits: Sequence[Wait], departures: Sequence[Departure]) -> Cause | None:
         """Of the ranks that made different calls at one place of a group, the fewer."""
@@ -309,14 +263,9 @@ class Rules:
                 continue
             # What the minority did instead of what was due.
             of_named = (departure for departure in departures if departure.rank in named)
-            is_certain = len(largest) >= _MANY * len(named)
-            return Cause(
-                "mismatch",
-                tuple(sorted(named)),
-                wait,
-                departure=next(of_named, None),
-                doubt="" if is_certain else "either",
-            )
+            departure = next(of_named, None)
+            ranks = sorted(named)
+            return Cause("mismatch", tuple(ranks), wait, departure=departure, doubt="either")
         return None
 
     def _departures(self, ranks: Iterable[int]) -> list[Departure]:
@@ -328,32 +277,21 @@ class Rules:
         """The ranks that most clearly did not do what was due."""
         if not departures:
             return None
-        waiting = self.waiting
         first = departures[0]
         named = []
         named_waits = []
         for departure in departures:
             if departure.weight == first.weight:
                 named.append(departure.rank)
-                named_waits += waiting.of.get(departure.rank, [])
+                named_waits += self.waiting.of.get(departure.rank, [])
         # A call that others made differently shows the fault best.
         unlike = [wait for wait in named_waits if wait.unlike]
         best_first = [*unlike, *named_waits, *waits]
-        wait = best_first[0] if best_first else None
-        kind: Kind = "order"
-        circle: Sequence[Step] = ()
-        if unlike:
-            kind = "mismatch"
-        elif len(waiting.last_ones) == 1 < len(waiting.last_ones[0]):
-            circle = waiting.circle(waiting.last_ones[0])
-        is_certain = self._is_proven(first)
-        if len(named) == 1 and not is_certain:
-            is_certain = self._is_only_one(first)
+        is_certain = self._is_proven(first) or (len(named) == 1 and self._is_only_one(first))
         return Cause(
-            kind,
+            "mismatch" if unlike else "order",
             tuple(sorted(named)),
-            wait,
-            circle,
+            best_first[0] if best_first else None,
             departure=first,
             doubt="" if is_certain else "either",
         )
@@ -381,8 +319,9 @@ class Rules:
             return "old"
         # The call that others wait in may be queued behind one that the recorder has lost.
         is_stop_known = self._shows_its_stop(wait.rank)
-        # A few ranks may wait in a call that should not be, for more ranks that are right.
-        is_outnumbered = self.history.makers(wait.rank, wait.at) <= len(named)
+        # A few ranks may wait in a call that should not be, for more ranks that are right; those
+        # without a file may have done as these.
+        is_outnumbered = self.history.makers(wait.rank, wait.at) <= len(named | waiting.gone)
         if not is_stop_known or is_outnumbered or (is_gone and not self._is_everyone_right()):
             return "either"
         return ""
@@ -415,9 +354,9 @@ class Rules:
         """Whether every other rank is known, and none of them can be the cause."""
         waiting = self.waiting
         history = self.history
-        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1 or not waiting.is_world_known:
+        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1 or waiting.raised:
             return False
-        if waiting.raised or waiting.unequal or waiting.blind:
+        if not waiting.is_world_known:
             return False
         recorded_ranks = self.ranks.keys() - waiting.gone
         # A rank that is in no recorded call may be in one that is not recorded.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hypergrid.hangs.recording import DEFAULT, Call, Group, Recording, Title
+from hypergrid.hangs.recording import DEFAULT, Call, Recording, Title
 from hypergrid.hangs.waiting import pair_of
 
 # Calls that two ranks must have made alike to be compared in the next one, where the first is not
@@ -33,16 +33,14 @@ class Departure(NamedTuple):
 
     @property
     def is_outvoted(self) -> bool:
-        """Whether several ranks made the due call, and fewer departed as this one."""
-        return self.peers > max(1, self.alike)
+        """Whether more ranks made the due call than departed as this one."""
+        return self.peers > self.alike
 
     @property
     def score(self) -> int:
         """How much speaks against it; the greater, the more."""
         score = {True: 2, False: -1, None: 0}[self.before]
-        if self.peers > self.alike:
-            score += 1
-        return score
+        return score + self.is_outvoted
 
     @property
     def weight(self) -> tuple[int, int]:
@@ -72,7 +70,6 @@ class History:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._partitions = _partitions(recording.groups)
         self._roles: list[_Role] = []  # of the titles
         self._kind_of_title = self._read_kinds()
         self._place_of = {title: place for place, title in enumerate(recording.titles)}
@@ -226,19 +223,11 @@ class History:
         if title.p2p and group.label == DEFAULT:
             world = range(self.recording.world_size)
             pair = pair_of(title.what, members or world)
-            if pair is not None:
+            if pair:
                 return (title.what.name, *self._place_of_pair(*pair))
-        step = 0
-        if len(members) > 1:
-            step = members[1] - members[0]
-        label = group.label or f"group {self._partitions.get(title.group, title.group)}"
-        return (
-            label,
-            len(members),
-            step,
-            title.p2p,
-            title.what.detail,
-        )
+        # Groups without a label are told apart by their shape: 0, 1 and 2, 3 have the same one.
+        step = members[1] - members[0] if len(members) > 1 else 0
+        return (group.label, len(members), step, title.what.detail)
 
     def _place_of_pair(self, source: int, target: int) -> tuple[Any, ...]:
         """The smallest group that holds both ranks, and their places in it; else their distance.
@@ -246,21 +235,14 @@ class History:
         A send in the default group names ranks of the job, which no two pairs have in common: 0 to
         4 and 1 to 5 of two pipelines are both the first to the second of theirs.
         """
-        smallest: Group | None = None
+        groups = []
         for group in self.recording.groups.values():
-            members = group.ranks
-            if group.label == DEFAULT or source not in members or target not in members:
-                continue
-            if smallest is None or len(members) < len(smallest.ranks):
-                smallest = group
-        if smallest is None:
+            if group.label != DEFAULT and {source, target}.issubset(group.ranks):
+                groups.append(group)
+        if not groups:
             return (target - source,)
-        members = smallest.ranks
-        return (
-            smallest.label,
-            members.index(source),
-            members.index(target),
-        )
+        smallest = min(groups, key=lambda group: len(group.ranks))
+        return (smallest.label, smallest.ranks.index(source), smallest.ranks.index(target))
 
     def _pasts(self, rank: int) -> list[_Past]:
         """Before each call, what stands for the calls before it."""
@@ -290,7 +272,7 @@ class History:
         members: Sequence[int] = self.recording.groups[title.group].ranks
         if title.p2p:
             world = range(self.recording.world_size)
-            members = pair_of(title.what, members or world) or ()
+            members = pair_of(title.what, members or world)
         if rank in members:
             return True
         return self._roles[self._place_of[title]] in self._roles_of(rank)
@@ -313,7 +295,7 @@ class History:
             if not rivals:
                 continue
             call = self._call(rank, at)
-            best: Departure | None = None
+            departures = []
             for due_token in rivals:
                 peer, peer_at = self._examples[past, due_token]
                 due = self._call(peer, peer_at)
@@ -322,20 +304,15 @@ class History:
                 # Only who can make both calls has chosen between them.
                 peers = [member for member in followers[due_token] if self.can_make(member, call)]
                 alike = [member for member in followers[tokens[at]] if self.can_make(member, due)]
-                departure = Departure(
-                    rank,
-                    at,
-                    due,
-                    peers=len(peers),
-                    alike=len(alike),
-                    before=self._made_before(rank, at, due_token >> 32),
-                )
-                # Of several that as many ranks made, the one that was recorded first.
-                if best is None or departure.peers > best.peers:
-                    best = departure
-            if best is None:
+                before = self._made_before(rank, at, due_token >> 32)
+                departure = Departure(rank, at, due, len(peers), len(alike), before)
+                departures.append(departure)
+            if not departures:
                 continue
-            if best.peers > best.alike or (best.before and best.peers == best.alike):
+            # Of several that as many ranks made, the one that was recorded first.
+            best = max(departures, key=lambda departure: departure.peers)
+            # Where as many ranks did both, its own past decides.
+            if best.is_outvoted or (best.before and best.peers == best.alike):
                 yield best
 
     def _made_before(self, rank: int, at: int, due: int) -> bool | None:
@@ -358,14 +335,7 @@ class History:
             # Two ranks that do it in the same place have a reason for it.
             if precedent.is_repeated or self.is_shared(rank, at):
                 continue
-            yield Departure(
-                rank,
-                at,
-                due=calls[precedent.at],
-                peers=0,
-                alike=1,
-                before=True,
-            )
+            yield Departure(rank, at, calls[precedent.at], peers=0, alike=1, before=True)
 
     def _precedents(self, rank: int) -> _Precedents:
         """The precedents of the last calls of a rank, and of the one that it has yet to make."""
@@ -374,27 +344,6 @@ class History:
             first = max(0, len(kinds) - 2 * _RECENT)
             self._precedents_of[rank] = _find_precedents(kinds, first)
         return self._precedents_of[rank]
-
-
-def _partitions(groups: Mapping[str, Group]) -> dict[str, int]:
-    """Which groups without a label were made together: 0, 1 and 2, 3, then 1, 2 in another line.
-
-    Torch's names are running numbers; groups of one size that share no rank follow each other.
-    """
-    unlabelled = [key for key, group in groups.items() if group.ranks and not group.label]
-    partition_of: dict[str, int] = {}
-    partition = 0
-    covered: set[int] = set()
-    size = 0
-    for key in sorted(unlabelled, key=lambda key: (len(key), key)):
-        ranks = groups[key].ranks
-        if len(ranks) != size or not covered.isdisjoint(ranks):
-            partition += 1
-            covered = set()
-        size = len(ranks)
-        covered |= set(ranks)
-        partition_of[key] = partition
-    return partition_of
 
 
 def _find_precedents(all_kinds: Any, first: int) -> _Precedents:

@@ -55,7 +55,7 @@ def unpickled(data: bytes) -> Any:
     process with limits: what it stands for may have no end.
     """
     # Without a buffer to look into, it would ask for each opcode.
-    file = io.BufferedReader(io.BytesIO(data), buffer_size=1 << 20)
+    file = io.BufferedReader(io.BytesIO(data), buffer_size=1 << 16)
     return _Plain(file).load()
 
 

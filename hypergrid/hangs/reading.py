@@ -29,6 +29,7 @@ from hypergrid.hangs.recording import (
     Recording,
     Stack,
     Title,
+    has_ended,
 )
 from hypergrid.messages import one_line
 
@@ -59,9 +60,9 @@ _OWN_FIELDS = itemgetter(
     "time_created_ns",
     "time_discovered_started_ns",
     "time_discovered_completed_ns",
-    "retired",
-    "state",
 )
+_FRAME_FIELDS = itemgetter("filename", "line", "name")
+_BATCH = "coalesced"  # the name of its entry
 
 
 def read(
@@ -126,7 +127,8 @@ def _by_rank(path: Path) -> tuple[str, int, str]:
 class _Loaded(NamedTuple):
     """The content of one file, checked; or why it cannot be used."""
 
-    recording: RankRecording | None = None  # the part that is in this file
+    rank: int = 0
+    facts: _Table | None = None  # fields of its ``RankRecording``; None: it says nothing of a rank
     groups: Sequence[Group] = ()
     world_size: int = 0
     lists_groups: bool = False  # every live group of the rank is among ``groups``
@@ -143,14 +145,12 @@ def _load(path: Path) -> _Loaded:
         with open(path, "rb", opener=_opener) as file:
             # A file of the kernel, whose size is 0, may never end.
             content = file.read(status.st_size)
-        if not content:
-            return _Loaded(problem=_unreadable("it is empty"), is_foreign=True)
         if content[:1] == b"\x80":
             data = unpickled(content)
         elif content.lstrip()[:1] == b"{":
             data = json.loads(content)
         else:
-            why = "it is neither a pickle nor JSON"
+            why = "it is neither a pickle nor JSON" if content else "it is empty"
             return _Loaded(problem=_unreadable(why), is_foreign=True)
         if not isinstance(data, dict):
             raise ValueError("it holds no table")
@@ -166,8 +166,7 @@ def _load(path: Path) -> _Loaded:
     except MemoryError:
         raise
     except Exception as error:  # a damaged file can raise nearly anything
-        why = str(error) or type(error).__name__
-        return _Loaded(problem=_unreadable(why))
+        return _Loaded(problem=_unreadable(str(error) or type(error).__name__))
 
 
 def _refused(why: str) -> _Loaded:
@@ -180,36 +179,25 @@ def _opener(path: str, flags: int) -> int:
 
 
 def _unreadable(why: str) -> str:
-    first_line, _, _ = why.partition("\n")
-    reason = first_line[:200].rstrip(".")
-    return f"cannot be read, it may be cut: {reason}"
+    first_line = why.partition("\n")[0]
+    return f"cannot be read, it may be cut: {first_line[:200].rstrip('.')}"
 
 
 def _trace(path: Path, data: _Table, latest: int) -> _Loaded:
-    """A flight recorder of torch."""
+    """A flight recorder of torch, whose file has the rank in its name."""
     _, rank, _ = _by_rank(path)
-    entries = data["entries"] or []
-    calls, is_whole = _calls(entries)
-    recording = RankRecording(
-        _rank(rank),
-        latest=latest,
-        calls=calls,
-        whole=is_whole,
-        has_calls=True,
-    )
+    calls, is_whole = _calls(data["entries"] or [])
     groups = []
     world_size = 0
-    configurations = data.get("pg_config") or {}
-    for name, config in configurations.items():
-        members = _members(config["ranks"])
-        name = _text(name)
-        label = _label(name, config["desc"])
-        if label == DEFAULT:
-            world_size = len(members)
-        if members:
-            group = Group(name, label, members)
+    for torch_name, config in (data.get("pg_config") or {}).items():
+        name = _text(torch_name)
+        group = Group(name, _label(name, config["desc"]), _members(config["ranks"]))
+        if group.label == DEFAULT:
+            world_size = len(group.ranks)
+        if group.ranks:
             groups.append(group)
-    return _Loaded(recording, groups, world_size)
+    facts = {"latest": latest, "calls": calls, "whole": is_whole, "has_calls": True}
+    return _Loaded(_rank(rank), facts, groups, world_size)
 
 
 def _groups(data: _Table) -> _Loaded:
@@ -220,41 +208,36 @@ def _groups(data: _Table) -> _Loaded:
     # A communicator that several labels share carries the name of the one that created it.
     for row in sorted(data["groups"], key=lambda row: row.get("shared_with") is not None):
         name = _text(row["name"])
-        group = Group(
-            name,
-            label=_label(name, row["label"] or row["description"]),
-            ranks=_members(row["ranks"]),
-            dims=tuple(map(_text, row["dims"] or ())),
-        )
-        groups.append(group)
+        label = _label(name, row["label"] or row["description"])
+        dims = tuple(map(_text, row["dims"] or ()))
+        groups.append(Group(name, label, _members(row["ranks"]), dims))
     world_size = _rank(int(data["world_size"]))
-    return _Loaded(_process(data), groups, world_size, lists_groups=True)
+    return _Loaded(_rank(data["rank"]), _process(data), groups, world_size, lists_groups=True)
 
 
 def _stack(data: _Table) -> _Loaded:
     """The stacks, the error and gloo's sends and receives, as ``hypergrid.record`` writes them."""
-    recording = _process(data)
-    recording.written = int(data["written_ns"])
-    recording.reason = _text(data.get("reason") or "")
-    recording.error = _text(data.get("error") or "")
+    sends, is_whole = _calls(data.get("p2p") or [])
+    facts = _process(data) | {
+        "written": int(data["written_ns"]),
+        "reason": _text(data.get("reason") or ""),
+        "error": _text(data.get("error") or ""),
+        "sends": sends,
+        "whole": is_whole,
+    }
     for thread in data["threads"]:
         if thread.get("main"):
-            recording.stack = _frames(thread["frames"])
-    sends = data.get("p2p") or []
-    recording.sends, recording.whole = _calls(sends)
-    return _Loaded(recording)
+            facts["stack"] = _frames(thread["frames"])
+    return _Loaded(_rank(data["rank"]), facts)
 
 
-def _process(data: _Table) -> RankRecording:
-    """A rank, and the process that wrote a file."""
-    recording = RankRecording(_rank(data["rank"]))
-    recording.host = _text(data.get("host") or "")
-    recording.pid = int(data.get("pid") or 0)
+def _process(data: _Table) -> _Table:
+    """The process that wrote a file."""
+    facts = {"host": _text(data.get("host") or ""), "pid": int(data.get("pid") or 0)}
     life = data.get("life")
     if life:
-        recording.started = int(life["started_ns"])
-        recording.job = _text(life["job"])
-    return recording
+        facts |= {"started": int(life["started_ns"]), "job": _text(life["job"])}
+    return facts
 
 
 def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
@@ -277,63 +260,47 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
             titles.append(_title(*shared_fields))
         places.append(place)
     own_fields = zip(*map(_OWN_FIELDS, entries), strict=True)
-    collective_seqs, p2p_seqs, created, started, completed, retired, states = own_fields
-    is_done = [
-        is_retired is True or state == "completed"
-        for is_retired, state in zip(retired, states, strict=True)
-    ]
+    collective_seqs, p2p_seqs, created, started, completed = map(_numbers, own_fields)
     is_p2p = np.array([title.p2p for title in titles])[places]
-    columns = np.array(
-        [
-            places,
-            np.where(is_p2p, _numbers(p2p_seqs), _numbers(collective_seqs)),
-            _numbers(created),
-            _numbers(started),
-            _numbers(completed),
-            is_done,
-        ]
-    )
-    groups = [titles[place].group for place in places]
-    numbers = [*zip(groups, collective_seqs, p2p_seqs, strict=True)]
-    is_shown = _end_batches(titles, columns, numbers)
+    seqs = np.where(is_p2p, p2p_seqs, collective_seqs)
+    is_done = [*map(has_ended, entries)]
+    columns = np.array([places, seqs, created, started, completed, is_done])
+    is_shown = np.ones(len(entries), bool)
+    if any(title.what.name == _BATCH for title in titles):
+        is_shown = _end_batches(titles, columns, np.array([collective_seqs, p2p_seqs]))
     # The stack of a call is shown if it has not ended, or is the last one.
     has_stack = columns[5] == 0
     has_stack[-1] = True
     frames = {}
     for at in np.flatnonzero(has_stack & is_shown).tolist():
         frames[at] = _frames(entries[at].get("frames"))
-    is_whole = int(entries[0].get("record_id") or 0) == 0
-    calls = Calls(titles, columns, frames)
-    return (calls if is_shown.all() else calls.at(is_shown)), is_whole
+    is_whole = not entries[0].get("record_id")
+    return Calls(titles, columns, frames).at(is_shown), is_whole
 
 
-def _end_batches(
-    titles: Sequence[Title], columns: Any, numbers: Sequence[tuple[str, Any, Any]]
-) -> Any:
+def _end_batches(titles: Sequence[Title], columns: Any, seqs: Any) -> Any:
     """Give the operations of each batch the state of its entry, and hide that.
 
     NCCL's recorder has the state of a batch in an entry behind its operations, which has their
     numbers; they stay "scheduled" for ever.
     """
-    batch_titles = [place for place, title in enumerate(titles) if title.what.name == "coalesced"]
-    is_batch = np.isin(columns[0], batch_titles)
-    is_shown = np.ones(len(is_batch), bool)
+    _, group_of_title = np.unique([title.group for title in titles], return_inverse=True)
+    is_batch_title = np.array([title.what.name == _BATCH for title in titles])
+    places = np.arange(len(columns[0]))
+    # Entries of one group with equal numbers follow each other: where each such run begins.
+    numbers = np.vstack((group_of_title[columns[0]], seqs))
+    is_start = np.append(True, (numbers[:, 1:] != numbers[:, :-1]).any(axis=0))
+    start_of = np.maximum.accumulate(np.where(is_start, places, 0))
+    is_batch = is_batch_title[columns[0]]
     for at in np.flatnonzero(is_batch).tolist():
-        first = at
-        while first > 0 and numbers[first - 1] == numbers[at]:
-            first -= 1
-        columns[3:, first:at] = columns[3:, at : at + 1]
-        # Of a batch at the start of a recorder, the operations may have been overwritten.
-        is_shown[at] = first == at > 0
-    return is_shown
+        columns[3:, start_of[at] : at] = columns[3:, at : at + 1]
+    # Of a batch at the start of a recorder, the operations may have been overwritten.
+    return ~is_batch | (is_start & (places > 0))
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     torch_name, label = group
-    parts = [_text(name)]
-    for values in shapes:
-        parts.append(one_line(str(values)))
-    text = "|".join(parts)
+    text = "|".join([_text(name), *(one_line(str(values)) for values in shapes)])
     # A "|" in the name would be taken for the end of it.
     if text.count("|") != len(shapes):
         raise ValueError("a call has no valid name")
@@ -358,18 +325,14 @@ def _rank(number: Any) -> int:
 def _members(ranks: Any) -> Ranks:
     if isinstance(ranks, str):  # torch writes them as text
         ranks = json.loads(ranks or "[]")
-    members = map(_rank, ranks)
-    return tuple(members)
+    return tuple(map(_rank, ranks))
 
 
 def _frames(rows: Any) -> Stack:
     frames = []
     for row in list(rows or ())[:_MOST_FRAMES]:
-        if isinstance(row, dict):
-            row = (row["filename"], row["line"], row["name"])
-        file, line, function = row
-        frame = Frame(_text(file), int(line), _text(function))
-        frames.append(frame)
+        file, line, function = _FRAME_FIELDS(row) if isinstance(row, dict) else row
+        frames.append(Frame(_text(file), int(line), _text(function)))
     return tuple(frames)
 
 
@@ -411,18 +374,18 @@ class _Reader:
         if loaded.is_foreign:
             self.foreign.append((path, loaded.problem))
             return
-        if loaded.problem:
-            self._failed(path, loaded.problem)
-            return
-        if loaded.recording is None:
-            return
-        try:
-            self._merge(loaded.recording)
-        except ValueError as error:
-            self._failed(path, _unreadable(str(error)))
-            return
-        self.prefixes.add(_by_rank(path)[0])
-        rank = loaded.recording.rank
+        problem = loaded.problem
+        if loaded.facts is not None:
+            problem = self._merge(loaded.rank, loaded.facts)
+        if problem:
+            self._failed(path, problem)
+        elif loaded.facts is not None:
+            self.prefixes.add(_by_rank(path)[0])
+            self._add_groups(loaded)
+
+    def _add_groups(self, loaded: _Loaded) -> None:
+        """Take in the groups that a rank names."""
+        rank = loaded.rank
         if loaded.world_size:
             self.sizes.setdefault(loaded.world_size, rank)
         if loaded.lists_groups:
@@ -438,23 +401,18 @@ class _Reader:
         if rank >= 0:
             self.recording.unread.add(rank)
 
-    def _merge(self, part: RankRecording) -> None:
-        """Add the facts of one file to those of its rank."""
-        rank = part.rank
-        if rank not in self.ranks:
-            self.ranks[rank] = RankRecording(rank)
-        recording = self.ranks[rank]
-        if part.has_calls and recording.has_calls:
-            raise ValueError(f"there is already a flight recorder of rank {rank}")
-        self.calls_left -= len(part.calls)
-        self.calls_left -= len(part.sends)
+    def _merge(self, rank: int, facts: _Table) -> str:
+        """Add what one file says to what is known of its rank; or say why not."""
+        recording = self.ranks.setdefault(rank, RankRecording(rank))
+        if "calls" in facts and recording.has_calls:
+            return _unreadable(f"there is already a flight recorder of rank {rank}")
+        self.calls_left -= len(facts.get("calls", ())) + len(facts.get("sends", ()))
         if self.calls_left < 0:
-            raise ValueError(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
-        is_whole = recording.whole and part.whole
-        for name, value in vars(part).items():
-            if value:
-                setattr(recording, name, value)
-        recording.whole = is_whole
+            return _unreadable(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
+        # The calls of a rank are in two files, both of which must reach back to the first one.
+        is_whole = recording.whole and facts.get("whole", True)
+        vars(recording).update(facts, whole=is_whole)
+        return ""
 
     def finish(self) -> Recording:
         """The files of all ranks as one recording."""
@@ -462,22 +420,19 @@ class _Reader:
         self._drop_other_lives()
         for name, by_members in self.named.items():
             for members, group in by_members.items():
-                key = self._key(name, members)
-                self.groups[key] = group
-        for rank, rank_recording in self.ranks.items():
+                self.groups[self._key(name, members)] = group
+        for rank, recording in self.ranks.items():
+            calls = self._with_keys(rank, recording.calls)
             # NCCL's sends are in its recorder, those of gloo in the file of stacks.
-            has_sends = any(title.p2p for title in rank_recording.calls.titles)
-            calls = self._with_keys(rank, rank_recording.calls)
-            if rank_recording.sends and not has_sends:
-                sends = self._with_keys(rank, rank_recording.sends)
-                calls = calls.joined(sends)
-            rank_recording.calls = calls
+            has_sends = any(title.p2p for title in recording.calls.titles)
+            if recording.sends and not has_sends:
+                calls = calls.joined(self._with_keys(rank, recording.sends))
+            recording.calls = calls
+        sizes = {*self.sizes, *(rank + 1 for rank in self.ranks)}
         # No file may say how many ranks the job has: then it has at least those that are named.
-        highest_rank = max(self.ranks, default=-1)
         if not self.sizes:
-            for group in self.groups.values():
-                highest_rank = max(highest_rank, *group.ranks, -1)
-        self.recording.world_size = max(highest_rank + 1, *self.sizes, 0)
+            sizes.update(rank + 1 for group in self.groups.values() for rank in group.ranks)
+        self.recording.world_size = max(sizes, default=0)
         for group in self.groups.values():
             group.outside = self._outside(group)
         self.recording.ranks = dict(sorted(self.ranks.items()))
@@ -510,21 +465,16 @@ class _Reader:
 
     def _key(self, name: str, members: Ranks) -> str:
         """A key that only one group has: torch can use one name for several groups."""
-        is_unique = len(self.named[name]) < 2
-        if is_unique or not members:
+        if len(self.named[name]) < 2 or not members:
             return name
-        listed = ",".join(map(str, members))
-        return f"{name}@{listed}"
+        return f"{name}@{','.join(map(str, members))}"
 
     def _with_keys(self, rank: int, calls: Calls) -> Calls:
         """The calls with titles of the whole recording, which name groups by their keys."""
         places = []
         for title in calls.titles:
-            name = title.group
-            members = self.members_of.get((rank, name), ())
-            key = self._key(name, members)
-            if key not in self.groups:
-                self.groups[key] = Group(name, title.label)
+            key = self._key(title.group, self.members_of.get((rank, title.group), ()))
+            self.groups.setdefault(key, Group(title.group, title.label))
             title = title._replace(group=key)
             if title not in self.place_of:
                 self.place_of[title] = len(self.titles)
@@ -545,10 +495,9 @@ class _Reader:
         newest = max(self.ranks.values(), key=lambda recording: recording.started)
         for rank, recording in self.ranks.items():
             # The groups of a rank are written at its start, everything else has a time.
-            ended_before = 0 < recording.written < newest.started
-            has_job = recording.job and newest.job
-            is_other_job = has_job and recording.job != newest.job
-            if ended_before or is_other_job:
+            is_earlier = 0 < recording.written < newest.started
+            is_of_one_job = recording.job in ("", newest.job) or not newest.job
+            if is_earlier or not is_of_one_job:
                 self.problems.append(
                     f"the files of rank {rank} are of another start of the job than those of rank "
                     f"{newest.rank}, or of another job: they are not used."
@@ -558,13 +507,10 @@ class _Reader:
 
     def _several_sizes(self) -> str:
         """The sizes of the job that files name, if they differ."""
-        if len(self.sizes) < 2:
+        texts = [f"{size} ranks by the files of rank {rank}" for size, rank in self.sizes.items()]
+        if len(texts) < 2:
             return ""
-        texts = []
-        for size, rank in sorted(self.sizes.items()):
-            texts.append(f"{size} ranks by the files of rank {rank}")
-        two_texts = " and ".join(texts[:2])
-        return f"the job has {two_texts}"
+        return f"the job has {' and '.join(sorted(texts)[:2])}"
 
 
 def _gap(recordings: Iterable[RankRecording]) -> str:
@@ -574,10 +520,9 @@ def _gap(recordings: Iterable[RankRecording]) -> str:
         return ""
     early = min(called, key=_end)
     late = max(called, key=_begin)
-    is_far = _begin(late) - _end(early) >= _FAR
     # A recorder that has wrapped around begins late; then only the time of the dump says enough.
     is_known = early.written or late.whole
-    if not is_far or not is_known:
+    if not is_known or _begin(late) - _end(early) < _FAR:
         return ""
     return f"the calls of rank {early.rank} ended before those of rank {late.rank} began"
 

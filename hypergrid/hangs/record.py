@@ -33,6 +33,7 @@ from hypergrid.files import check_private, replace
 from hypergrid.groups import pool
 from hypergrid.hangs import point_to_point
 from hypergrid.hangs.dump import group_records
+from hypergrid.hangs.recording import ENDED, has_ended
 from hypergrid.messages import in_words, shown
 
 SCHEMA = 1
@@ -40,7 +41,6 @@ SIGNAL = signal.SIGUSR1
 ASKED = "asked"  # a file: when it changes, every rank that shares the directory writes
 EARLIER = "earlier"  # a directory: what the previous run left
 LATER = "later"  # a directory: what a rank wrote of the same hang when it was torn down
-ENDED = "ended"  # the reason that is written where no exception ended the script
 _TICK = 1.0  # seconds between looks at the groups
 _LOOK = 5.0  # seconds between looks at the directory and the calls
 # Bounds of a file of stacks.
@@ -350,9 +350,7 @@ class Recorder:
         pending = False
         for entry in self._entries():
             newest = max(newest, entry["time_created_ns"])
-            is_done = entry["retired"] or entry["state"] == "completed"
-            if not is_done:
-                pending = True
+            pending |= not has_ended(entry)
         # A handle that is dropped may stay pending: only a rank that does nothing else is stuck.
         age = (time.time_ns() - newest) / 1e9
         if not pending:

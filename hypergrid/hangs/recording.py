@@ -13,6 +13,11 @@ DEFAULT = "default_pg"  # torch's description of the default group
 ENDED = "ended"  # the reason that ``hypergrid.record`` gives where no exception ended the script
 
 
+def has_ended(entry: Mapping[str, Any]) -> bool:
+    """Whether the call of a recorder's entry has ended, or its rank gave it up."""
+    return entry["retired"] is True or entry["state"] == "completed"
+
+
 class Frame(NamedTuple):
     """One line of a stack."""
 
@@ -34,6 +39,16 @@ class What(NamedTuple):
     outputs: str
     input_dtypes: str
     output_dtypes: str
+
+    @property
+    def sizes(self) -> tuple[str, str]:
+        """Of what goes in and comes out."""
+        return self.inputs, self.outputs
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Of what goes in and comes out."""
+        return self.input_dtypes, self.output_dtypes
 
 
 class Title(NamedTuple):
@@ -122,21 +137,17 @@ class Calls(Sequence[Call]):
     def at(self, places: Any) -> Calls:
         """The calls at some places, or where a mask is true, in that order."""
         places = np.arange(len(self))[places]
-        with_frames = np.flatnonzero(np.isin(places, [*self.frames]))
         frames = {}
-        for new_place in with_frames.tolist():
+        for new_place in np.flatnonzero(np.isin(places, [*self.frames])).tolist():
             frames[new_place] = self.frames[int(places[new_place])]
         return Calls(self.titles, self.columns[:, places], frames)
 
     def joined(self, later: Calls) -> Calls:
         """Both, by the time at which they were made."""
-        frames = dict(self.frames)
-        for place, stack in later.frames.items():
-            frames[len(self) + place] = stack
+        later_frames = {len(self) + place: stack for place, stack in later.frames.items()}
         columns = np.hstack((self.columns, later.columns))
-        joined = Calls(self.titles, columns, frames)
-        order = np.argsort(joined.created, kind="stable")
-        return joined.at(order)
+        joined = Calls(self.titles, columns, {**self.frames, **later_frames})
+        return joined.at(np.argsort(joined.created, kind="stable"))
 
 
 @lru_cache(maxsize=4096)

@@ -96,7 +96,7 @@ class _PairKey(NamedTuple):
     """All sends, or all receives, from one rank to another in one group."""
 
     group: str
-    ranks: tuple[int, int]  # from, to
+    ranks: tuple[int, ...]  # from, to
     name: str  # "send" or "recv"
 
     @property
@@ -129,14 +129,14 @@ class Waiting:
         self.ranks = recording.ranks
         self.patience = int(patience * 1e9)  # ns
         self.world = range(recording.world_size)
-        self.gone = set(self.world)
-        self.blind: set[int] = set()
+        answered = {rank for rank, recording in self.ranks.items() if recording.answered}
+        self.gone = set(self.world) - answered
+        self.blind = {rank for rank in answered if not self.ranks[rank].has_calls}
         self.raised: set[int] = set()
         self.doubtful: set[int] = set()
         self.victims: set[int] = set()
-        self._end = 0  # of all recordings
-        for rank in self.ranks:
-            self._sort_in(rank)
+        times = [max(self.last_time(rank), self.ranks[rank].written) for rank in self.ranks]
+        self._end = max(times, default=0)  # of all recordings
         self._sort_errors()
         self._last_numbers: dict[int, dict[str, int]] = {}  # of each rank in each group
         self._pending: dict[int, list[_Pending]] = {}
@@ -159,16 +159,6 @@ class Waiting:
         self.waits_outside: list[Wait] = []
         self.last_ones = self._last_ones()
 
-    def _sort_in(self, rank: int) -> None:
-        """Whether a rank left a dump, which part of it, and whether it raised."""
-        recording = self.ranks[rank]
-        if recording.answered:
-            self.gone.discard(rank)
-            if not recording.has_calls:
-                self.blind.add(rank)
-        last_time = self.last_time(rank)
-        self._end = max(self._end, last_time, recording.written)
-
     def _sort_errors(self) -> None:
         """Tell errors of a rank's own from those that come from other ranks.
 
@@ -177,16 +167,16 @@ class Waiting:
         """
         lost = []
         for rank, recording in self.ranks.items():
-            in_call = (
-                self._raised_in_a_call(rank)
-                or not recording.stack
-                or bool(_OF_A_BACKEND.search(recording.error))
+            error = recording.error
+            # Without a stack, the words alone say where it was raised.
+            is_of_a_call = (
+                not recording.stack or self._raised_in_a_call(rank) or _OF_A_BACKEND.search(error)
             )
-            if in_call and _NOT_COME.search(recording.error):
+            if is_of_a_call and _NOT_COME.search(error):
                 self.victims.add(rank)
-            elif in_call and _LOST.search(recording.error):
+            elif is_of_a_call and _LOST.search(error):
                 lost.append(rank)
-            elif recording.error:
+            elif error:
                 self.raised.add(rank)
         self.victims.update(lost)
         has_ended = any(recording.ended for recording in self.ranks.values())
@@ -198,8 +188,9 @@ class Waiting:
 
     def _raised_in_a_call(self, rank: int) -> bool:
         recording = self.ranks[rank]
-        innermost = recording.stack[:1]
-        return bool(recording.error) and any(_IN_A_CALL.search(line.file) for line in innermost)
+        if not recording.error or not recording.stack:
+            return False
+        return bool(_IN_A_CALL.search(recording.stack[0].file))
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
@@ -210,8 +201,7 @@ class Waiting:
                     waits_of[rank].append(wait)
         for rank, waits in waits_of.items():
             # What is queued behind another call holds nobody up, as long as that has not ended.
-            entered = [wait for wait in waits if rank not in wait.behind]
-            waits_of[rank] = entered or waits
+            waits_of[rank] = [wait for wait in waits if rank not in wait.behind] or waits
         return waits_of
 
     def members(self, key: str) -> Sequence[int]:
@@ -240,9 +230,7 @@ class Waiting:
 
     def _last_ones(self) -> list[set[int]]:
         # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
-        graph: dict[Any, Iterable[Any]] = {}
-        for wait in self.waits:
-            graph[wait] = _targets(wait, wait.missed)
+        graph: dict[Any, Iterable[Any]] = {wait: _targets(wait, wait.missed) for wait in self.waits}
         for rank, waits in self.of.items():
             targets: list[Any] = []
             for wait in waits:
@@ -251,33 +239,28 @@ class Waiting:
                 else:
                     targets += _targets(wait, wait.missed_by(rank))
             graph[rank] = targets
-        for rank in self.guessing:
-            graph[rank] = [None]
-            graph[None] = self.world
+        graph |= {rank: [None] for rank in self.guessing}
+        graph[None] = self.world if self.guessing else ()
         last_ones = []
         for component in _last_components(graph):
             ranks = component.intersection(self.world)
             if ranks:
                 last_ones.append(ranks)
-            else:
+            elif _OUTSIDE in component:
                 self.waits_outside = [wait for wait in self.waits if wait.outside]
         return sorted(last_ones, key=min)
 
     def circle(self, within: set[int]) -> list[Step]:
         """A circle among ranks that wait for each other."""
-        steps: list[Step] = []
-        walked: list[int] = []
+        steps: dict[int, Step] = {}
         rank = min(within)
-        while rank not in walked:
+        while rank not in steps:
             needs = self.needs(rank)
             needed = min(within.intersection(needs))
-            step = (rank, needed, needs[needed])
-            steps.append(step)
-            walked.append(rank)
+            steps[rank] = (rank, needed, needs[needed])
             rank = needed
         # The first steps may only lead to the circle.
-        start = walked.index(rank)
-        return steps[start:]
+        return [*steps.values()][[*steps].index(rank) :]
 
     def _unrecorded_function(self, rank: int) -> str:
         """The call to torch, not recorded, that its main thread is in; empty where it is in none.
@@ -285,7 +268,7 @@ class Waiting:
         Such as a receive of gloo's, or ``new_group``, in which members wait for each other.
         """
         stack = self.ranks[rank].stack
-        if self._pending.get(rank) or self.ranks[rank].ended:
+        if self._pending.get(rank) or not stack:
             return ""  # it is in a call that is recorded, or in none
         function = ""
         for frame in stack:
@@ -294,10 +277,8 @@ class Waiting:
             if not frame.file.endswith(_WRAPPER):
                 function = frame.function
         # Such as Megatron's p2p_communication.py, which may wait for a handle.
-        _, _, file_name = stack[0].file.rpartition("/") if stack else ("", "", "")
-        if not function and "p2p" in file_name and not self.sees_p2p(rank):
-            return "a send or recv"
-        return function
+        is_of_p2p = "p2p" in stack[0].file.rpartition("/")[2] and not self.sees_p2p(rank)
+        return function or ("a send or recv" if is_of_p2p else "")
 
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
@@ -331,11 +312,7 @@ class Waiting:
         is_collective = np.array(is_collective_title, bool)[calls.title]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
         if rank in self.raised and self._raised_in_a_call(rank) and calls:
-            # It is not in its last call any more.
-            last = calls[-1]
-            self._last_numbers[rank][last.group] = last.seq - 1
-            self._pending[rank] = []
-            return
+            return  # it is not in its last call any more
         ended = _last_numbers(calls, is_collective & calls.done)
         is_timed = bool(calls.started.any())
         pending: list[_Pending] = []
@@ -397,14 +374,9 @@ class Waiting:
             recorded = set().union(*alike)
             for calls in alike:
                 inside = {rank: pending_of[rank] for rank in calls if rank in pending_of}
+                unlike = recorded - calls.keys()
                 if inside:
-                    self._add_wait(
-                        inside,
-                        absent,
-                        unlike=recorded - calls.keys(),
-                        behind=behind & calls.keys(),
-                        outside=outside,
-                    )
+                    self._add_wait(inside, absent, unlike, behind & calls.keys(), outside)
 
     def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
         """The calls of ranks, by what must be the same for all of them, the most last."""
@@ -434,21 +406,10 @@ class Waiting:
             return
         first = min(inside, key=lambda rank: inside[rank].call.created)
         at, call, _ = inside[first]
-        wait = Wait(
-            call,
-            first,
-            at,
-            inside.keys(),
-            absent,
-            unlike,
-            behind,
-            outside,
-            ns,
-        )
-        if wait.missed or outside:
-            self.waits.append(wait)
-        else:
-            self.running.append(wait)
+        ranks = inside.keys()
+        wait = Wait(call, first, at, ranks, absent, unlike, behind, outside, ns)
+        waits = self.waits if wait.missed or outside else self.running
+        waits.append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
         """For how long a rank had been in a call when it wrote; 0 if that is not known."""
@@ -502,13 +463,7 @@ class Waiting:
                 continue
             if not operation.is_entered:
                 behind.add(key.rank)
-            self._add_wait(
-                {key.rank: operation},
-                absent,
-                unlike=set(),
-                behind=behind,
-                outside=outside,
-            )
+            self._add_wait({key.rank: operation}, absent, set(), behind, outside)
 
     def _ended_pairs(self) -> Counter[_PairKey]:
         """How many sends and receives have ended, of pairs whose recorders both are whole."""
@@ -533,7 +488,7 @@ class Waiting:
         operation = title.what
         members = self.members(title.group)
         ranks = pair_of(operation, members)
-        if ranks is None:
+        if not ranks:
             return None
         return _PairKey(title.group, ranks, operation.name)
 
@@ -569,21 +524,18 @@ def must_agree(operation: What) -> tuple[str, ...]:
     return title + inputs + outputs
 
 
-def pair_of(operation: What, members: Sequence[int]) -> tuple[int, int] | None:
-    """The global ranks (from, to) of a point-to-point operation: "1<-0" of (4, 6) is (4, 6)."""
-    if operation.name not in ("send", "recv"):
-        return None
+def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
+    """The global ranks (from, to) of a send or receive: "1<-0" of (4, 6) is (4, 6); else none."""
     match = _PAIR.fullmatch(operation.detail)
-    if match is None:
-        return None
-    caller_text, arrow, peer_text = match.groups()
-    places = [int(caller_text), int(peer_text)]
+    if operation.name not in ("send", "recv") or match is None:
+        return ()
+    caller, arrow, peer = match.groups()
+    places = [int(caller), int(peer)]
     if arrow == "<-":
         places.reverse()
-    source, target = places
     if max(places) >= len(members):
-        return None
-    return members[source], members[target]
+        return ()
+    return tuple(members[place] for place in places)
 
 
 def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:

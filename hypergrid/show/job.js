@@ -21,8 +21,24 @@ function verdict() {
   if (!job) return;
   $("job").append(make("p", {}, make("strong", {}, job.sentence)));
   if (job.chain.length) $("job").append(folded("Why", points(job.chain)));
+  const shown = folded("The last calls of each rank, the newest on the right", lanes());
+  shown.open = true;
+  if (Object.keys(job.calls).length) $("job").append(shown);
   if (job.problems.length) $("job").append(folded("Not read", points(job.problems)));
   for (const rank of job.ranks) cells.get(rank)?.classList.add("cause");
+}
+
+// One lane a rank, those of the cause first.
+function lanes() {
+  const ranks = new Set([...job.ranks, ...Object.keys(job.calls).map(Number)]);
+  const rows = [...ranks].slice(0, 16).map((rank) => {
+    const calls = (job.calls[rank] ?? []).map((call) => {
+      const className = call.includes(": not done") ? "waits" : "";
+      return make("td", { className, title: call }, call.split(":")[0]);
+    });
+    return make("tr", {}, make("th", {}, `${rank}: ${stateOf(rank)}`), ...calls.reverse());
+  });
+  return make("table", { className: "lanes" }, ...rows);
 }
 
 // The entries of a rank's panel.

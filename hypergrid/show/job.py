@@ -6,7 +6,8 @@ from itertools import islice
 from typing import Any
 
 from hypergrid.hangs.recording import Call, RankRecording, Recording
-from hypergrid.hangs.verdict import Diagnosis, lasting
+from hypergrid.hangs.sentences import lasting
+from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
 from hypergrid.plan import GroupPlan, GroupRow

@@ -36,7 +36,7 @@ def recorded(tmp_path):
 def test_the_verdict_comes_first_and_the_status_is_1(recorded):
     output = run(f"diagnose {recorded}", status=1)
     assert output.startswith(
-        "Rank 3 (host0) never entered all_reduce #16 of TENSOR 2..3, which rank 2"
+        "Rank 3 (host0) never entered all_reduce #16 of TENSOR 2..3, in which "
     )
     assert "it is in load (/job/<data>.py:12)" in " ".join(output.split())
     assert "\n  ranks 0..1 wait in 1 call.\n  Next: read the stack of rank 3" in output

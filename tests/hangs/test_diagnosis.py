@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hypergrid.hangs.reading import read
-from hypergrid.hangs.verdict import diagnose, lasting
+from hypergrid.hangs.sentences import lasting
+from hypergrid.hangs.verdict import diagnose
 from tests.support import recorded
 from tests.support.peer import torchfrtrace
 from tests.support.recorded import SECOND, START, Rank, stack, write
@@ -201,7 +202,9 @@ def test_a_verdict_is_plain_data_with_who_waits_for_whom_and_for_how_long(job):
     job.calls(1, "tp")
     job.calls(1, "dp...", after=400)
     diagnosis = job.verdict()
-    assert "which rank 2 has been in for at least 6 min 40 s; it last called" in diagnosis.sentence
+    assert (
+        "in which rank 2 has waited for at least 6 min 40 s; it last called" in diagnosis.sentence
+    )
     assert diagnosis.chain[0] == "ranks 0..1 wait in 2 calls."
     assert diagnosis.members == (2, 3)
     assert diagnosis.waiting == {0: (2,), 1: (3,), 2: (3,)}

@@ -14,6 +14,7 @@ import pytest
 from hypergrid.hangs.reading import read
 from hypergrid.hangs.verdict import diagnose
 from hypergrid.hangs.waiting import Waiting
+from tests.support import ROOT
 
 HANGS = {
     "adds": "order",
@@ -40,6 +41,13 @@ def test_the_guilty_rank_is_named_alone(name, on_nccl):
     assert (diagnosis.kind, diagnosis.ranks) == (HANGS[name], (GUILTY,)), diagnosis.sentence
     is_gone = HANGS[name] == "no dump"
     assert diagnosis.certain or is_gone, diagnosis.sentence
+
+
+def test_the_sample_of_the_page_is_the_verdict_on_a_real_recording(on_nccl):
+    words = " ".join((ROOT / "docs" / "hangs.md").read_text().split())
+    diagnosis = diagnose(read(on_nccl / "adds"))
+    for line in (diagnosis.sentence, *diagnosis.chain):
+        assert line in words
 
 
 @pytest.mark.parametrize("name", HANGS)

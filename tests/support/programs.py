@@ -22,7 +22,8 @@ MOST_RANKS = 16
 OWN_ERRORS = (
     "TimeoutError: Read timed out.",
     "ConnectionResetError: [Errno 104] Connection reset by peer",
-    "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3780, unhandled cuda error\n"
+    "DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
+    ":3780, unhandled cuda error, NCCL version 2.28.9\n"
     "ncclUnhandledCudaError: Call to CUDA function failed.",
 )
 # The labels of which a script draws no calls at random.

@@ -22,10 +22,17 @@ from tests.support.recorded import SECOND, START, Frames
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 MEGATRON = "/job/megatron/core"
 RECORDED_NAMES = {"_allgather_base": "_all_gather_base"}  # as recorders and their readers call it
-ERRORS = {
-    "raise": "ValueError: the batch holds a token that is not in the vocabulary",
-    "lost": "RuntimeError: [/gloo/pair.cc:598] Connection closed by peer [10.0.0.7]:2047",
-}
+_PAIR = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc"
+# What gloo of torch 2.13.0 raises; a rank sees the one or the other.
+LOST = (
+    f"{_PAIR}:553] Connection closed by peer [127.0.0.1]:43665. This is typically caused by a "
+    "remote worker crashing. Check the logs of the remote worker before reporting an error.",
+    f"{_PAIR}:537] Read error [127.0.0.1]:6311: Connection reset by peer. This is typically caused "
+    "by a remote worker hanging or bugs in the application. Check the logs of the remote worker "
+    "before reporting an error.",
+)
+RAISED = "ValueError: the batch holds a token that is not in the vocabulary"
+RAISING = ("raise", "lost")  # states
 
 
 @dataclass(eq=False)
@@ -334,7 +341,7 @@ def write(
     leaves_at_its_end = run.rng.random() < 0.7
     for process in run.processes:
         moment = (moments or {}).get(process.rank)
-        if process.state in ERRORS:
+        if process.state in RAISING:
             moment = None  # It writes when it raises.
         recording = _Recording(run, process, moment, buffer or run.program.buffer)
         if run.program.stacks:
@@ -385,9 +392,11 @@ class _Recording:
         elif self.process.state == "lost":
             written = self.run.end - SECOND
         p2p = self._entries({True}) if self.program.p2p and not self.program.nccl else []
-        error = ERRORS.get(self.process.state)
-        if self.process.state == "raise" and self.program.error:
-            error = self.program.error
+        error = None
+        if self.process.state == "raise":
+            error = self.program.error or RAISED
+        elif self.process.state == "lost":
+            error = LOST[self.rank % 2]
         recorded.stack(
             directory, self.rank, self._main_thread(), error=error, written=written, p2p=p2p
         )
@@ -486,7 +495,7 @@ class _Recording:
             return [("/job/data.py", 30, "load")]
         if process.state == "lost" or process.broken:
             return [(TORCH, 3000, "all_reduce"), ("/job/train.py", 7, "step")]
-        if process.state in ERRORS or process.finished:
+        if process.state in RAISING or process.finished:
             return [("/job/finish.py", 8, "save")]
         if self.program.nccl:  # it waits for its device in a line of the script
             last = min(process.place, len(process.ops) - 1)
