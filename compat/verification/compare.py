@@ -17,6 +17,7 @@ from compat.verification.step import Computed, Piece, Place, whole_tensors
 from hypergrid.messages import few
 
 _OWN = "initial value"  # of a weight that the job itself made
+_DRAWN = "dropout"  # of one line, called on tp ranks in the same order
 _EVEN = "gradient norm of equal gradients"  # which each parameter has
 MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
@@ -54,7 +55,7 @@ class Finding:
         return f"{subject} {self._difference()}, on ranks {few(self.ranks)}"
 
     def _difference(self) -> str:
-        if self.quantity == _OWN:
+        if self.quantity in (_OWN, _DRAWN):
             return self.meaning
         if self.factor == 0:
             return "is 0"
@@ -201,7 +202,7 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
         return differing + first_step
     next_results = []
     for computed in ranks:
-        # A run with a planted fault takes one step.
+        # A run in which a collective was left out may take one step.
         if computed.next_step is None:
             return differing
         next_results.append(computed.next_step)
@@ -298,6 +299,46 @@ def _squares(ranks: Sequence[Computed]) -> dict[str, tuple[float, int]]:
 
 def _initial_value(name: str, ranks: set[int], meaning: str) -> Finding:
     return Finding(_OWN, name, tuple(sorted(ranks)), 1.0, meaning=meaning)
+
+
+def draws_that_are_wrong(ranks: Sequence[Computed]) -> Iterator[Finding]:
+    """Dropout for which tp ranks draw the same numbers for unlike inputs, or others for equal ones.
+
+    Example: outside of ``fork()``, all tp ranks drop the same places of their parts of a sequence.
+    """
+    wrong_ranks: dict[tuple[str, str], set[int]] = {}
+    for group in sorted({computed.tensor_parallel_ranks for computed in ranks}):
+        for draws in zip(*(ranks[rank].draws for rank in group), strict=True):
+            for (rank, draw), (other_rank, other) in combinations(
+                zip(group, draws, strict=True), 2
+            ):
+                is_replica = draw.input == other.input
+                if is_replica == (draw.state == other.state):
+                    continue
+                meaning = "drops the same places of two parts"
+                if is_replica:
+                    meaning = "drops other places on replicas"
+                wrong_ranks.setdefault((draw.place, meaning), set()).update((rank, other_rank))
+    for (place, meaning), rank_set in wrong_ranks.items():
+        yield Finding(_DRAWN, place, tuple(sorted(rank_set)), 1.0, meaning=meaning)
+
+
+def recomputed_gradients_that_differ(
+    recomputing: Sequence[Computed], keeping: Sequence[Computed]
+) -> Iterator[Finding]:
+    """Gradients of a step with dropout that recomputation changes, if only in the last bit."""
+    by_name: dict[str, dict[int, _Difference]] = {}
+    for rank, (computed, right) in enumerate(zip(recomputing, keeping, strict=True)):
+        right_values = {piece.place: piece.value for piece in right.gradients}
+        for piece in computed.gradients:
+            right_value = right_values[piece.place]
+            # Bits, as no number is not equal to itself.
+            if torch.equal(piece.value.view(torch.uint8), right_value.view(torch.uint8)):
+                continue
+            difference = _difference(piece.value.double(), right_value.double(), 0.0)
+            by_name.setdefault(piece.name, {})[rank] = difference
+    for name, by_rank in by_name.items():
+        yield _finding("recomputed gradient", name, by_rank)
 
 
 def same_results(first: Computed, second: Computed) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from compat.verification.arguments import BY_HAND
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
-from compat.verification.layout import LOSS_PER_TOKEN, SIZES, Layout
+from compat.verification.layout import LOSS_PER_TOKEN, MIXED_PRECISION, SIZES, Layout
 from compat.verification.script import Script
 from compat.verification.step import Task
 from compat.verification.structure import small_layout
@@ -99,7 +99,7 @@ def small_job(
     options = {**layout.options, **_options(args, sizes, changed)}
     if args.config.num_moe_experts:
         options |= _experts(args.config, layout, sizes)
-    _split_pipeline_unevenly(args, layout, sizes, options, changed)
+    _split_pipeline_unevenly(args, layout, sizes, options)
     layout = replace(layout, options=options)
 
     vocab = _VOCAB_FOR_EACH_RANK * layout.tp
@@ -213,20 +213,22 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
 
 
 def _split_pipeline_unevenly(
-    args: Any,
-    layout: Layout,
-    sizes: dict[str, Any],
-    options: dict[str, Any],
-    changed: list[str],
+    args: Any, layout: Layout, sizes: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """Give the first or last stage one layer, where the job gives it another number."""
     if layout.pp == 1:
         return
+    names = []
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if not getattr(args.config, name, None):
-            continue
+        if getattr(args.config, name, None):
+            names.append(name)
+    if layout.vp and names:
+        sizes["num_layers"] = layout.pp * layout.vp * 2
+    for name in names:
+        # One layer in each chunk of this stage, and two in the others.
         if layout.vp:
-            changed.append(f"not kept: {name}, as chunks of the small model have equal depth")
+            options[name] = layout.vp
+            sizes["num_layers"] -= layout.vp
         # With two stages, the other one already has another number.
         elif layout.pp > 2 or sizes["num_layers"] % 2 == 0:
             options[name] = 1
@@ -250,6 +252,10 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             continue
         is_plain = isinstance(value, bool | int | float | str)
         is_function = field.name in ("activation_func", "window_attn_skip_freq")
+        # The fused loss that is not Transformer Engine's has collectives of its own.
+        is_fused_loss = field.name == "cross_entropy_loss_fusion" and (
+            args.cross_entropy_fusion_impl == "native"
+        )
         if field.name == "window_size" and value is not None:
             options[field.name] = (4, 0)
         elif field.name == "recompute_num_layers" and value:
@@ -260,7 +266,7 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             continue  # a pattern: the small model has the part of it that its layers need
         elif value == "flex":
             left_out.append(f"{field.name}={value}")
-        elif matches(field.name, _HOW) and not is_function:
+        elif matches(field.name, _HOW) and not is_function and not is_fused_loss:
             continue
         elif is_function or (is_plain and not matches(field.name, _LEFT_OUT)):
             options[field.name] = value
@@ -276,6 +282,8 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             options[field_name] = True
         elif name == "ddp_bucket_size" and value:
             options[field_name] = _BUCKET_SIZE
+    if getattr(args, "bf16", False):
+        options[MIXED_PRECISION] = True
     if options.get("overlap_grad_reduce"):
         options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":

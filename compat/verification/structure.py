@@ -53,7 +53,8 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     except (AssertionError, RuntimeError) as error:  # as Megatron refuses such sizes
         raise ValueError(str(error)) from error
     best: _Candidate | None = None
-    for sizes in _candidates(job, set(keep), has_experts):
+    groups = getattr(args, "num_query_groups", None) or job["tp"]
+    for sizes in _candidates(job, set(keep), has_experts, groups):
         members = _members(sizes, has_experts, order)
         differences = list(_differences(members_in_job, members, job, sizes))
         counts = Counter(difference.severity for difference in differences)
@@ -126,7 +127,7 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 
 
 def _candidates(
-    job: Mapping[str, int], keep: set[str], has_experts: bool
+    job: Mapping[str, int], keep: set[str], has_experts: bool, query_groups: int
 ) -> Iterator[dict[str, int]]:
     """Every smaller layout that exists, on at most 16 ranks."""
     choices = {}
@@ -137,6 +138,9 @@ def _candidates(
             choices[name] = [min(size, _MANY)]
         else:
             choices[name] = [small for small in _SMALL_SIZES if small <= size]
+    if query_groups < job["tp"] and "tp" not in keep:
+        # Two ranks of the small layout, too, hold the keys and values of one group.
+        choices["tp"] = [size for size in choices["tp"] if size % 2 == 0] or choices["tp"]
     for tp, cp, pp, dp in product(choices["tp"], choices["cp"], choices["pp"], choices["dp"]):
         dense = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "vp": 1}
         # Most combinations have too many ranks: their experts are not tried.

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import compat
-from compat.verification import Layout
+from compat.verification import Layout, collectives, search
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
 from compat.verification.launch import verify_line
 from compat.verification.layout import SIZES
@@ -266,15 +266,88 @@ def _with_gradients_of_the_last_rank(layout, **where):
     return small_gpt(layout, **where)
 
 
+def test_a_collective_whose_lost_result_changes_nothing_is_named(monkeypatch):
+    monkeypatch.setattr(search, "SECONDS_FOR_SITES", 60)
+    (report,) = compat.verify(
+        _with_gradients_of_the_last_rank, uneven_batch(1) * 4, Layout(dp=2, options=TOKENS)
+    )
+    assert report.agrees, str(report)
+    # Samples are equal: so are the gradients of both ranks.
+    unseen = [text for text in report.not_covered if text.startswith("lost results of")]
+    assert "broadcast in test_verify.py:" in unseen[0] and "(in _with_gradients" in unseen[0]
+    assert "get_grad_norm" not in unseen[0], "a lost norm is seen"
+
+
+def test_collectives_that_were_not_tried_are_named():
+    (report,) = compat.verify(small_gpt, uneven_batch(4), Layout(dp=2))
+    (untried,) = [text for text in report.not_covered if text.startswith("lost results of")]
+    assert untried.endswith(": there was no time")
+    assert "all_reduce in distributed/param_and_grad_buffer.py:" in untried
+
+
+@pytest.fixture(autouse=True)
+def _without_time_for_collectives(monkeypatch):
+    monkeypatch.setattr(search, "SECONDS_FOR_SITES", 0)
+
+
+def test_every_kind_of_collective_that_is_left_out_gives_the_ranks_own_input():
+    """Each rank has the numbers 0 1 or 2 3; on rank 1 the results are its own input."""
+
+    def exchanged(rank):
+        dist = torch.distributed
+        own = torch.arange(2.0) + 2 * rank
+        results = {}
+
+        def called(name, output, call):
+            for left_out in (False, True):
+                output_of_call = output.clone()
+                site = f"{name} in test_verify.py:{call.__code__.co_firstlineno} (in called)"
+                record = collectives.watch(site * (left_out and rank == 1))
+                work = call(output_of_call)
+                if work is not None:
+                    assert output_of_call.isnan().all()
+                    work.wait()
+                assert record.sites == {site}
+                results[name, left_out] = output_of_call.tolist()
+
+        empty = torch.zeros(4)
+        called("all_gather", empty, lambda output: dist.all_gather(list(output.chunk(2)), own))
+        called(
+            "all_gather_into_tensor",
+            empty,
+            lambda output: dist.all_gather_into_tensor(output, own, async_op=True),
+        )
+        called("all_reduce", own, lambda output: dist.all_reduce(output, async_op=True))
+        called("all_to_all_single", own, lambda output: dist.all_to_all_single(output, own))
+        called("broadcast", own, lambda output: dist.broadcast(output, 0))
+        scatter = "reduce_scatter_tensor"
+        called(scatter, own[:1], lambda output: dist.reduce_scatter_tensor(output, own))
+        dist.barrier()
+        return results
+
+    _, of_rank_1 = in_child(lambda: on_ranks(2, exchanged, 60))
+    assert of_rank_1 == {
+        ("all_gather", False): [0, 1, 2, 3],
+        ("all_gather", True): [2, 3, 2, 3],
+        ("all_gather_into_tensor", False): [0, 1, 2, 3],
+        ("all_gather_into_tensor", True): [2, 3, 2, 3],
+        ("all_reduce", False): [2, 4],
+        ("all_reduce", True): [2, 3],
+        ("all_to_all_single", False): [1, 3],
+        ("all_to_all_single", True): [2, 3],
+        ("broadcast", False): [0, 1],
+        ("broadcast", True): [2, 3],
+        ("reduce_scatter_tensor", False): [4],
+        ("reduce_scatter_tensor", True): [3],
+    }
+
+
 def _no_loss(output, micro_batch):
     return output.sum() * 0, micro_batch["loss_mask"].sum()
 
 
 WORTHLESS = {
     "the step did not change": Task(_without_a_step, uneven_batch(4)),
-    "1 % of the gradient, added on one rank, is not seen in": Task(
-        _with_gradients_of_the_last_rank, uneven_batch(1) * 4
-    ),
     "no parameter has a gradient": Task(small_gpt, uneven_batch(4), _no_loss),
 }
 
