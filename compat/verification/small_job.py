@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from compat.verification.arguments import BY_HAND
@@ -14,13 +15,17 @@ from compat.verification.gpt import LATENT, small_gpt, uneven_batch
 from compat.verification.layout import LOSS_PER_TOKEN, MIXED_PRECISION, SIZES, Layout
 from compat.verification.script import Script
 from compat.verification.step import Task
-from compat.verification.structure import small_layout
+from compat.verification.structure import (
+    DIMS_TOLD_APART,
+    equal_sizes_in_words,
+    job_sizes,
+    small_layout,
+)
 
 # Sizes of the small model are unlike each other, and unlike the number of heads and of their
 # groups, 6 and 3 for each tp rank: code that takes one for another must compute something else.
 _HEAD = 8  # the size of an attention head
 _VOCAB_FOR_EACH_RANK = 56
-_SAMPLES = 2  # of a micro batch
 _LEAST_LENGTH = 40
 # Fields of TransformerConfig that the small model sets itself.
 SHAPE = (
@@ -114,10 +119,12 @@ def small_job(
         "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
     }
     build = partial(small_gpt, seq_length=length, vocab=vocab, sizes=sizes, model=model)
+    dims = {name: getattr(layout, name) for name in DIMS_TOLD_APART}
+    samples = _unlike(2, dims.values())  # of a micro batch
     # Of each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
-    micro_batches = _unlike(2, (layout.tp, layout.cp, layout.dp))
+    micro_batches = _unlike(2, dims.values())
     if layout.vp:
-        micro_batches = 2 * layout.pp
+        micro_batches = _unlike(2 * layout.pp, dims.values(), layout.pp)
     micro_batches *= layout.dp
     parts = 1
     if layout.cp > 1 and not options.get(LOSS_PER_TOKEN):
@@ -127,7 +134,12 @@ def small_job(
             "each cp rank has the same number of unmasked tokens: without "
             "--calculate-per-token-loss Megatron weighs them unequally otherwise"
         )
-    batch = uneven_batch(max(micro_batches, 4), _SAMPLES, length, vocab, parts)
+    batch = uneven_batch(max(micro_batches, 4), samples, length, vocab, parts)
+    depth = "layers of a stage"
+    of_job = job_sizes(args)
+    of_job[depth] = args.config.num_layers // of_job["pp"]
+    of_small = {**dims, depth: sizes["num_layers"] // layout.pp}
+    changed.extend(equal_sizes_in_words(of_job, of_small, product([depth], DIMS_TOLD_APART)))
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {length} tokens")
     task = Task(build, batch)

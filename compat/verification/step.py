@@ -168,7 +168,7 @@ def run_variants(
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     _initialize(parallel_state, layout)
-    results = []
+    results: list[Computed] = []
     for variant in variants:
         try:
             computed = _take_steps(task, _varied(layout, variant), initial, variant, parallel_state)

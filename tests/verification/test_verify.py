@@ -23,7 +23,7 @@ from compat.verification.layout import SIZES
 from compat.verification.on_cpu import REPLACED
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
-from compat.verification.small_job import _length
+from compat.verification.small_job import _length, _split_pipeline_unevenly
 from compat.verification.step import Task
 from compat.verification.structure import small_layout
 from tests.support import ROOT, stock, table, warm
@@ -432,6 +432,26 @@ def test_a_small_jobs_tokens_divide_and_are_like_no_other_size(tp, cp):
     sizes = [48 * tp, 48, 56 * tp, 56]  # of hidden features and words of the vocabulary
     for part in (length, length // cp, length // cp // tp):
         assert part not in sizes and 2 * part not in sizes
+
+
+@pytest.mark.parametrize(
+    ("layout", "ends", "kept", "layers"),
+    [
+        (Layout(pp=3), {"first": 5}, {"first": 1}, 5),
+        (Layout(pp=3, vp=2), {"first": 4}, {"first": 2}, 10),
+        (Layout(pp=3, vp=2), {"first": 2, "last": 4}, {"first": 2, "last": 2}, 8),
+    ],
+)
+def test_a_stage_of_another_depth_is_kept_also_with_chunks(layout, ends, kept, layers):
+    config = SimpleNamespace()
+    for end, count in ends.items():
+        setattr(config, f"num_layers_in_{end}_pipeline_stage", count)
+    sizes = {"num_layers": layout.pp * 2}
+    options = {}
+    _split_pipeline_unevenly(SimpleNamespace(config=config), layout, sizes, options)
+    for end, count in kept.items():
+        assert options.pop(f"num_layers_in_{end}_pipeline_stage") == count
+    assert not options and sizes["num_layers"] == layers
 
 
 STUB = """
