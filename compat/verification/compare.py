@@ -18,6 +18,8 @@ from hypergrid.messages import few
 
 _OWN = "initial value"  # of a weight that the job itself made
 _DRAWN = "dropout"  # of one line, called on tp ranks in the same order
+_RECOMPUTED = "recomputed gradient"
+OF_DROPOUT = (_DRAWN, _RECOMPUTED)
 _EVEN = "gradient norm of equal gradients"  # which each parameter has
 MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
@@ -338,7 +340,7 @@ def recomputed_gradients_that_differ(
             difference = _difference(piece.value.double(), right_value.double(), 0.0)
             by_name.setdefault(piece.name, {})[rank] = difference
     for name, by_rank in by_name.items():
-        yield _finding("recomputed gradient", name, by_rank)
+        yield _finding(_RECOMPUTED, name, by_rank)
 
 
 def same_results(first: Computed, second: Computed) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from compat.verification.compare import (
     MARGIN,
     NOISE_FLOOR,
+    OF_DROPOUT,
     Finding,
     Reference,
     describe,
@@ -163,7 +164,8 @@ def verify(
     allow : sequence of str
         Patterns of known findings, such as ``"gradient *.linear_fc2.bias"``.
     smallest : bool
-        Take dims and options away until the rest agrees.
+        Take dims and options away until the rest agrees; where nothing differs, leave out the
+        results of each collective in turn, for 30 seconds.
     timeout : float
         Seconds for one step of one layout.
 
@@ -277,11 +279,11 @@ class _Job:
         self.timeout = timeout
         self.steps = 0
         self._references: dict[Layout, Reference] = {}
-        self._differing: dict[Layout, list[Finding] | Refused] = {}
+        self._differing: dict[tuple[Layout, bool], list[Finding] | Refused] = {}
         self._computed: dict[Layout, list[Computed]] = {}  # of each rank
         self._seconds: dict[Layout, float] = {}  # of the first run of each layout
 
-    def report(self, layout: Layout, smallest: bool) -> Report:
+    def report(self, layout: Layout, search: bool) -> Report:
         start = time.monotonic()
         steps_before = self.steps
         differing = self.differing(layout)
@@ -296,10 +298,11 @@ class _Job:
             if not wrong:
                 refused = self._worthless(layout)
             if not wrong and not refused:
-                not_covered += tuple(self._uncovered(layout))
+                seconds = SECONDS_FOR_SITES if search else 0
+                not_covered += tuple(self._uncovered(layout, seconds))
             tolerance = self.reference(layout.alone()).tolerance
             report = Report(layout, wrong, allowed, [], tolerance, 0, 0, refused)
-            if smallest and wrong:
+            if search and wrong:
                 # The search takes longer than the verdict, which is known already.
                 say(f"{report}\nSearching for the smallest layout that differs ...")
                 report.smallest.extend(self._all_smallest(layout, wrong))
@@ -349,24 +352,27 @@ class _Job:
             f"size, and above {NOISE_FLOOR / MARGIN:.0e} a fault cannot be told from that"
         )
 
-    def differing(self, layout: Layout) -> list[Finding] | Refused:
+    def differing(self, layout: Layout, with_dropout: bool = True) -> list[Finding] | Refused:
         """The findings in this layout; Refused, returned and not raised, if it cannot run."""
-        if layout not in self._differing:
+        key = (layout, with_dropout)
+        if key not in self._differing:
+            variants = [PLAIN]
+            if with_dropout:
+                variants += _with_dropout(layout)
             try:
                 self._refuse_noise(layout.alone())
                 reference = self.reference(layout.alone())
-                by_variant = self._run_layout(layout, [PLAIN, *_with_dropout(layout)])
-                ranks, *with_dropout = by_variant
+                ranks, *dropping = self._run_layout(layout, variants)
                 self._computed[layout] = ranks
                 differing = findings(reference, layout, ranks)
-                for dropping in with_dropout[:1]:
-                    differing += draws_that_are_wrong(dropping)
-                if len(with_dropout) > 1:
-                    differing += recomputed_gradients_that_differ(*with_dropout)
-                self._differing[layout] = differing
+                if dropping:
+                    differing += draws_that_are_wrong(dropping[0])
+                if len(dropping) > 1:
+                    differing += recomputed_gradients_that_differ(*dropping)
+                self._differing[key] = differing
             except Refused as refused:
-                self._differing[layout] = refused
-        return self._differing[layout]
+                self._differing[key] = refused
+        return self._differing[key]
 
     def _worthless(self, layout: Layout) -> str:
         """Why agreement in this layout would say nothing; "" if it does say something."""
@@ -378,7 +384,7 @@ class _Job:
             return "no parameter has a gradient"
         return ""
 
-    def _uncovered(self, layout: Layout) -> Iterator[str]:
+    def _uncovered(self, layout: Layout, seconds: float) -> Iterator[str]:
         """Collectives of which a lost result would not be seen, or was not tried, in words.
 
         Each call site is left out on one of its ranks; where nothing differs, on another one.
@@ -390,8 +396,9 @@ class _Job:
             for site in computed.sites:
                 ranks_of.setdefault(site, []).append(rank)
         seen: dict[str, bool] = {}
-        say(f"{layout} agrees: are lost results of {len(ranks_of)} collectives seen?")
-        end = time.monotonic() + SECONDS_FOR_SITES
+        if seconds:
+            say(f"{layout} agrees: are lost results of {len(ranks_of)} collectives seen?")
+        end = time.monotonic() + seconds
         for place, steps in ((-1, 1), (0, 2), (-1, 2)):
             trials = []
             for site in sorted(ranks_of):
@@ -408,7 +415,7 @@ class _Job:
         if unseen:
             yield f"lost results of {', '.join(unseen)}: they change nothing that is compared"
         if untried:
-            yield f"lost results of {', '.join(untried)}: there was no time"
+            yield f"lost results of {', '.join(untried)}: not tried"
 
     def _seen(self, layout: Layout, trials: Sequence[Variant], end: float) -> dict[str, bool]:
         """Whether something differs, for each site that was tried before ``end``."""
@@ -473,16 +480,17 @@ class _Job:
 
     def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
         needed: dict[str, str] = {}
+        with_dropout = any(quantity in OF_DROPOUT for quantity, _ in keys)
         for name, trial in layout.smaller():
             say(f"  {layout}: does it differ without {name}?")
-            differing = self.differing(trial)
+            differing = self.differing(trial, with_dropout)
             if isinstance(differing, Refused):
                 needed[name] = f"refused: {differing}"
             elif keys.isdisjoint(finding.key for finding in differing):
                 needed[name] = "agrees"
             elif name != LOSS_PER_TOKEN:
                 return self._smallest(trial, keys)
-        differing = self.differing(layout)
+        differing = self.differing(layout, with_dropout)
         assert not isinstance(differing, Refused)
         wrong, _ = self._sorted(differing)
         return Smallest(layout, wrong, needed)

@@ -102,9 +102,9 @@ def small_job(
         layout = replace(layout, order=order)
     sizes = _sizes(args, layout, changed)
     options = {**layout.options, **_options(args, sizes, changed)}
+    _split_pipeline_unevenly(args, layout, sizes, options)
     if args.config.num_moe_experts:
         options |= _experts(args.config, layout, sizes)
-    _split_pipeline_unevenly(args, layout, sizes, options)
     layout = replace(layout, options=options)
 
     vocab = _VOCAB_FOR_EACH_RANK * layout.tp

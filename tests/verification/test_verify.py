@@ -23,7 +23,7 @@ from compat.verification.layout import SIZES
 from compat.verification.on_cpu import REPLACED
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
-from compat.verification.small_job import _length, _split_pipeline_unevenly
+from compat.verification.small_job import _length, _split_pipeline_unevenly, small_job
 from compat.verification.step import Task
 from compat.verification.structure import small_layout
 from tests.support import ROOT, stock, table, warm
@@ -42,7 +42,7 @@ RIGHT = [
 
 
 def test_layouts_that_megatron_computes_rightly_agree_with_one_rank():
-    for report in compat.verify(small_gpt, uneven_batch(), RIGHT):
+    for report in compat.verify(small_gpt, uneven_batch(), RIGHT, smallest=False):
         assert report.agrees, str(report)
         assert 0 < report.tolerance < 1e-4
         assert "compute what one rank computes" in str(report)
@@ -90,7 +90,7 @@ ROWS = {
 def _of_features():
     def judged():
         job = _Job(Task(ROTARY, uneven_batch(4)), (), 60)
-        return {name: job.report(layout, smallest=False) for name, layout in FEATURES.items()}
+        return {name: job.report(layout, search=False) for name, layout in FEATURES.items()}
 
     return in_child(judged)
 
@@ -208,7 +208,7 @@ def _of_mutants():
         for name, mutant in MUTANTS.items():
             job.task = replace(job.task, build=mutated(mutant))
             job._differing.clear()
-            reports[name] = job.report(layout_of(mutant), smallest=False)
+            reports[name] = job.report(layout_of(mutant), search=False)
         return reports
 
     return in_child(judged)
@@ -267,7 +267,7 @@ def _with_gradients_of_the_last_rank(layout, **where):
 
 
 def test_a_collective_whose_lost_result_changes_nothing_is_named(monkeypatch):
-    monkeypatch.setattr(search, "SECONDS_FOR_SITES", 60)
+    monkeypatch.setattr(search, "SECONDS_FOR_SITES", 300)
     (report,) = compat.verify(
         _with_gradients_of_the_last_rank, uneven_batch(1) * 4, Layout(dp=2, options=TOKENS)
     )
@@ -279,15 +279,10 @@ def test_a_collective_whose_lost_result_changes_nothing_is_named(monkeypatch):
 
 
 def test_collectives_that_were_not_tried_are_named():
-    (report,) = compat.verify(small_gpt, uneven_batch(4), Layout(dp=2))
+    (report,) = compat.verify(small_gpt, uneven_batch(4), Layout(dp=2), smallest=False)
     (untried,) = [text for text in report.not_covered if text.startswith("lost results of")]
-    assert untried.endswith(": there was no time")
+    assert untried.endswith(": not tried")
     assert "all_reduce in distributed/param_and_grad_buffer.py:" in untried
-
-
-@pytest.fixture(autouse=True)
-def _without_time_for_collectives(monkeypatch):
-    monkeypatch.setattr(search, "SECONDS_FOR_SITES", 0)
 
 
 def test_every_kind_of_collective_that_is_left_out_gives_the_ranks_own_input():
@@ -452,6 +447,33 @@ def test_a_stage_of_another_depth_is_kept_also_with_chunks(layout, ends, kept, l
     for end, count in kept.items():
         assert options.pop(f"num_layers_in_{end}_pipeline_stage") == count
     assert not options and sizes["num_layers"] == layers
+
+
+def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
+    args = {"num_experts": 8, "world_size": 8, "optimizer": "adam"}
+    args |= {"pipeline_model_parallel_size": 4, "untie_embeddings_and_output_weights": True}
+    args |= {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000}
+
+    def made_small():
+        from megatron.core.transformer import TransformerConfig
+
+        config = TransformerConfig(
+            num_layers=11,
+            hidden_size=64,
+            num_attention_heads=8,
+            num_moe_experts=8,
+            add_bias_linear=False,
+            moe_layer_freq=[0] * 3 + [1] * 8,
+            pipeline_model_parallel_size=4,
+            pipeline_dtype=torch.float32,
+            num_layers_in_first_pipeline_stage=2,
+        )
+        job = small_job(SimpleNamespace(config=config, **args))
+        return job.layout, job.task.build.keywords["sizes"]["num_layers"]
+
+    layout, layers = in_child(made_small)
+    assert layout.pp == 3 and layers == 5
+    assert layout.options["moe_layer_freq"] == [0, 0, 0, 1, 1]
 
 
 STUB = """
