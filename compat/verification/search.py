@@ -368,7 +368,7 @@ class _Job:
                 if dropping:
                     differing += draws_that_are_wrong(dropping[0])
                 if len(dropping) > 1:
-                    differing += recomputed_gradients_that_differ(*dropping)
+                    differing += recomputed_gradients_that_differ(reference, *dropping)
                 self._differing[key] = differing
             except Refused as refused:
                 self._differing[key] = refused

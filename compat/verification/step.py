@@ -349,11 +349,13 @@ def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any)
     gradients = _gradients(chunks)
     for gradient in gradients.values():
         if gradient is not None:
-            gradient.fill_(gradient.numel() ** -0.5)
+            # Of equal numbers, a sum in float32 is wrong by more than rounding is allowed to be.
+            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(SEED))
+            gradient.copy_(noise / noise.norm())
     with _holding(gradients):
         pieces = _pieces(chunks)
     for piece in pieces:
-        size = float(piece.value.norm())
+        size = float(piece.value.double().norm())
         computed.even_squares[piece.place] = size**2
     _, norm, _ = optimizer.step()
     computed.even_norm = float(norm)

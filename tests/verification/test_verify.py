@@ -65,7 +65,11 @@ RECOMPUTED = {
 # One run of several features that users combine; a row of docs/verify.md for each.
 FEATURES = {
     "experts": Layout(tp=2, dp=2, ep=2, options={**DENSE, **OF_EXPERTS}),
-    "latent attention": Layout(tp=2, options={**TOKENS, **SHARDED, **LATENT_ATTENTION}),
+    # Recomputation adds the gradients of keys and values in another order.
+    "latent attention": Layout(
+        tp=2,
+        options={**TOKENS, **SHARDED, **LATENT_ATTENTION, "recompute_granularity": "selective"},
+    ),
     "windows": Layout(cp=2, options={**TOKENS, "window_size": (8, 0), "softmax_type": "learnable"}),
     "pipeline": Layout(pp=2, options={**TOKENS, **RECOMPUTED}),
     "overlap": Layout(
