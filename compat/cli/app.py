@@ -379,7 +379,10 @@ def verify(
         typer.Option(metavar="DIM", help="A dim that keeps the job's size, 'tp'; repeatable."),
     ] = None,
     search: Annotated[
-        bool, typer.Option(help="Search for the smallest layout that differs; takes longer.")
+        bool,
+        typer.Option(
+            help="Search for the smallest layout that differs, or lost results that stay unseen."
+        ),
     ] = True,
     as_json: Json = False,
 ) -> int:

@@ -17,6 +17,9 @@ from compat.verification.step import Computed, Piece, Place, whole_tensors
 from hypergrid.messages import few
 
 _OWN = "initial value"  # of a weight that the job itself made
+_DRAWN = "dropout"  # of one line, called on tp ranks in the same order
+_RECOMPUTED = "recomputed gradient"
+OF_DROPOUT = (_DRAWN, _RECOMPUTED)
 _EVEN = "gradient norm of equal gradients"  # which each parameter has
 MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
@@ -54,7 +57,7 @@ class Finding:
         return f"{subject} {self._difference()}, on ranks {few(self.ranks)}"
 
     def _difference(self) -> str:
-        if self.quantity == _OWN:
+        if self.quantity in (_OWN, _DRAWN):
             return self.meaning
         if self.factor == 0:
             return "is 0"
@@ -151,12 +154,11 @@ class Reference:
         """The size below which a tensor of this kind is nothing but rounding."""
         return _SMALL * self.scale[kind]
 
-    def difference(self, kind: str, piece: Piece) -> _Difference:
-        """How much a piece differs from the same part of the right tensor."""
-        whole = self.whole[kind][piece.name]
-        right = whole[piece.slices].double()
-        value = piece.value.double()
-        return _difference(value, right, self._least_size(kind))
+    def difference(self, kind: str, piece: Piece, right: torch.Tensor | None = None) -> _Difference:
+        """How much a piece differs from the same part of the right tensor, or from ``right``."""
+        if right is None:
+            right = self.whole[kind][piece.name][piece.slices]
+        return _difference(piece.value.double(), right.double(), self._least_size(kind))
 
     def limit(self, kind: str, name: str) -> float:
         """How large a difference may be."""
@@ -201,7 +203,7 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
         return differing + first_step
     next_results = []
     for computed in ranks:
-        # A run with a planted fault takes one step.
+        # A run in which a collective was left out may take one step.
         if computed.next_step is None:
             return differing
         next_results.append(computed.next_step)
@@ -298,6 +300,52 @@ def _squares(ranks: Sequence[Computed]) -> dict[str, tuple[float, int]]:
 
 def _initial_value(name: str, ranks: set[int], meaning: str) -> Finding:
     return Finding(_OWN, name, tuple(sorted(ranks)), 1.0, meaning=meaning)
+
+
+def draws_that_are_wrong(ranks: Sequence[Computed]) -> Iterator[Finding]:
+    """Dropout for which tp ranks draw the same numbers for unlike inputs, or others for equal ones.
+
+    Example: outside of ``fork()``, all tp ranks drop the same places of their parts of a sequence.
+    """
+    wrong_ranks: dict[tuple[str, str], set[int]] = {}
+    for group in sorted({computed.tensor_parallel_ranks for computed in ranks}):
+        if len({len(ranks[rank].draws) for rank in group}) > 1:
+            yield Finding(_DRAWN, "", group, 1.0, meaning="is not as frequent on each of them")
+        for draws in zip(*(ranks[rank].draws for rank in group), strict=False):
+            for (rank, draw), (other_rank, other) in combinations(
+                zip(group, draws, strict=True), 2
+            ):
+                is_replica = draw.input == other.input
+                if is_replica == (draw.state == other.state):
+                    continue
+                meaning = "drops the same places of two parts"
+                if is_replica:
+                    meaning = "drops other places on replicas"
+                wrong_ranks.setdefault((draw.place, meaning), set()).update((rank, other_rank))
+    for (place, meaning), rank_set in wrong_ranks.items():
+        yield Finding(_DRAWN, place, tuple(sorted(rank_set)), 1.0, meaning=meaning)
+
+
+def recomputed_gradients_that_differ(
+    reference: Reference, recomputing: Sequence[Computed], keeping: Sequence[Computed]
+) -> Iterator[Finding]:
+    """Gradients of a step with dropout that recomputation changes by more than rounding.
+
+    It adds the parts of a gradient in another order, so the last bits may differ.
+    """
+    by_name: dict[str, dict[int, _Difference]] = {}
+    for rank, (computed, right) in enumerate(zip(recomputing, keeping, strict=True)):
+        right_values = {piece.place: piece.value for piece in right.gradients}
+        for piece in computed.gradients:
+            right_value = right_values[piece.place]
+            # A gradient that nobody computes holds no number.
+            if right_value.isnan().all():
+                continue
+            difference = reference.difference("gradients", piece, right_value)
+            if difference.error > reference.limit("gradients", piece.name):
+                by_name.setdefault(piece.name, {})[rank] = difference
+    for name, by_rank in by_name.items():
+        yield _finding(_RECOMPUTED, name, by_rank)
 
 
 def same_results(first: Computed, second: Computed) -> bool:

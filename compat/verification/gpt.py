@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from compat.verification import on_cpu
-from compat.verification.layout import Layout
+from compat.verification.layout import MIXED_PRECISION, Layout
 from compat.verification.step import MicroBatch
 
 SMALL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
@@ -39,6 +39,7 @@ def config_of(layout: Layout, **model: Any) -> Any:
         **model,
         **layout.fields_of(kind),
         **layout.sizes,
+        MIXED_PRECISION: False,  # of the optimizer alone: layers would convert their data
     }
     if fields.get("num_moe_experts"):
         # The default, alltoall, is slower over gloo.

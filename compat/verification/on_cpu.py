@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import torch
 
-from compat.verification.late import deliver_at_wait
+from compat.verification.collectives import expect_backward, watch_collectives
 from hypergrid import of_torch
 
 
@@ -66,7 +67,7 @@ def adapt() -> None:
     distributed.all_to_all_single = _with_lists(distributed.all_to_all_single)
     distributed.all_gather = _of_any_sizes(distributed.all_gather)
     distributed.reduce_scatter = _sum_of_any_sizes(distributed.reduce_scatter)
-    deliver_at_wait()
+    watch_collectives()
 
 
 class _NoStream:
@@ -161,9 +162,19 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
+_saying_bfloat16: list[bool] = []  # not empty: parameters say so, and have float32 data
+
+
+def parameters_say(bfloat16: bool) -> None:
+    """Let the optimizer take parameters for bfloat16: it then keeps copies of them in float32."""
+    _saying_bfloat16[:] = [True] * bfloat16
+
+
 def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def answer(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None and _saying_bfloat16 and isinstance(self, torch.nn.Parameter):
+            return "torch.cuda.BFloat16Tensor"
         if dtype is None:
             return "torch.cuda." + type_of(self).rsplit(".", 1)[-1]
         return type_of(self, dtype, *args, **kwargs)
@@ -262,6 +273,13 @@ def _set_cpu_state(set_gpu_state: Callable[..., None]) -> Callable[..., None]:
     return lambda state, *_, **__: torch.set_rng_state(state)
 
 
+def _torch_without_bfloat16() -> ModuleType:
+    """torch, but for the name bfloat16, which is float32."""
+    module = ModuleType("torch")
+    vars(module).update(vars(torch), bfloat16=torch.float32)
+    return module
+
+
 def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``reduce``, and the identity in a group of one rank: there its gradient is the same."""
     signature = inspect.signature(reduce)
@@ -274,7 +292,9 @@ def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
             group = import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
         if group.size() == 1:
             return arguments["input_"]
-        return reduce(*args, **kwargs)
+        output = reduce(*args, **kwargs)
+        expect_backward(reduce.__name__, output)
+        return output
 
     return reduced
 
@@ -300,6 +320,13 @@ REPLACED = (
         _set_cpu_state,
         "sets the state of the CPU's generator where CUDA is absent",
         "a state belongs to one rank",
+    ),
+    Replaced(
+        "fusions.fused_cross_entropy",
+        "torch",
+        lambda _: _torch_without_bfloat16(),
+        "rounds gradients to float32, where Megatron's rounds them to bfloat16 whatever they are",
+        "each rank rounds its own part",
     ),
     Replaced(
         "transformer.multi_latent_attention",

@@ -13,10 +13,13 @@ from typing import Any
 from compat.verification.compare import (
     MARGIN,
     NOISE_FLOOR,
+    OF_DROPOUT,
     Finding,
     Reference,
     describe,
+    draws_that_are_wrong,
     findings,
+    recomputed_gradients_that_differ,
     unmoved,
 )
 from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
@@ -35,6 +38,8 @@ from compat.verification.step import (
 from hypergrid.messages import few, install_command
 
 ULP = 2.0**-23  # of float32
+SECONDS_FOR_SITES = 30  # in which the results of each collective are left out
+_AT_ONCE = 6  # of them in one job; it ends where ranks wait for each other without an end
 NOT_COVERED = (
     "kernels of Transformer Engine and fused kernels (megatron-core's local layers ran instead)",
     "NCCL (gloo ran instead), CUDA, float16, bfloat16 and FP8",
@@ -159,7 +164,8 @@ def verify(
     allow : sequence of str
         Patterns of known findings, such as ``"gradient *.linear_fc2.bias"``.
     smallest : bool
-        Take dims and options away until the rest agrees.
+        Take dims and options away until the rest agrees; where nothing differs, leave out the
+        results of each collective in turn, for 30 seconds.
     timeout : float
         Seconds for one step of one layout.
 
@@ -255,6 +261,15 @@ def _check_options(layout: Layout) -> None:
             )
 
 
+def _with_dropout(layout: Layout) -> list[Variant]:
+    """A step with dropout, if ranks share what it draws for or recompute it; and one that keeps."""
+    recomputes = "recompute_granularity" in layout.options
+    dropping = Variant(dropout=True, steps=1)
+    if recomputes:
+        return [dropping, replace(dropping, recomputes=False)]
+    return [dropping] if layout.tp > 1 else []
+
+
 class _Job:
     """Steps of one task; each reference and each layout runs once."""
 
@@ -264,13 +279,15 @@ class _Job:
         self.timeout = timeout
         self.steps = 0
         self._references: dict[Layout, Reference] = {}
-        self._differing: dict[Layout, list[Finding] | Refused] = {}
-        self._unmoved: dict[Layout, set[str]] = {}
+        self._differing: dict[tuple[Layout, bool], list[Finding] | Refused] = {}
+        self._computed: dict[Layout, list[Computed]] = {}  # of each rank
+        self._seconds: dict[Layout, float] = {}  # of the first run of each layout
 
-    def report(self, layout: Layout, smallest: bool) -> Report:
+    def report(self, layout: Layout, search: bool) -> Report:
         start = time.monotonic()
         steps_before = self.steps
         differing = self.differing(layout)
+        not_covered = _not_covered()
         if isinstance(differing, Refused):
             report = Report(
                 layout, [], [], [], 0, 0, 0, refused=str(differing), trace=differing.trace
@@ -280,9 +297,12 @@ class _Job:
             refused = ""
             if not wrong:
                 refused = self._worthless(layout)
+            if not wrong and not refused:
+                seconds = SECONDS_FOR_SITES if search else 0
+                not_covered += tuple(self._uncovered(layout, seconds))
             tolerance = self.reference(layout.alone()).tolerance
             report = Report(layout, wrong, allowed, [], tolerance, 0, 0, refused)
-            if smallest and wrong:
+            if search and wrong:
                 # The search takes longer than the verdict, which is known already.
                 say(f"{report}\nSearching for the smallest layout that differs ...")
                 report.smallest.extend(self._all_smallest(layout, wrong))
@@ -290,7 +310,7 @@ class _Job:
             report,
             steps=self.steps - steps_before,
             seconds=time.monotonic() - start,
-            not_covered=_not_covered(),
+            not_covered=not_covered,
         )
 
     def _sorted(self, differing: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
@@ -332,60 +352,122 @@ class _Job:
             f"size, and above {NOISE_FLOOR / MARGIN:.0e} a fault cannot be told from that"
         )
 
-    def differing(self, layout: Layout) -> list[Finding] | Refused:
+    def differing(self, layout: Layout, with_dropout: bool = True) -> list[Finding] | Refused:
         """The findings in this layout; Refused, returned and not raised, if it cannot run."""
-        if layout not in self._differing:
+        key = (layout, with_dropout)
+        if key not in self._differing:
+            variants = [PLAIN]
+            if with_dropout:
+                variants += _with_dropout(layout)
             try:
                 self._refuse_noise(layout.alone())
                 reference = self.reference(layout.alone())
-                ranks = self._run_layout(layout, PLAIN)
-                self._unmoved[layout] = set().union(*map(unmoved, [reference.computed, *ranks]))
-                self._differing[layout] = findings(reference, layout, ranks)
+                ranks, *dropping = self._run_layout(layout, variants)
+                self._computed[layout] = ranks
+                differing = findings(reference, layout, ranks)
+                if dropping:
+                    differing += draws_that_are_wrong(dropping[0])
+                if len(dropping) > 1:
+                    differing += recomputed_gradients_that_differ(reference, *dropping)
+                self._differing[key] = differing
             except Refused as refused:
-                self._differing[layout] = refused
-        return self._differing[layout]
+                self._differing[key] = refused
+        return self._differing[key]
 
     def _worthless(self, layout: Layout) -> str:
         """Why agreement in this layout would say nothing; "" if it does say something."""
-        if self._unmoved[layout]:
-            names = sorted(self._unmoved[layout])
-            return f"the step did not change {few(names)}, which has a gradient"
         reference = self.reference(layout.alone())
-        try:
-            ranks = self._run_layout(layout, Variant(planted=True))
-        except Refused as refused:
-            return f"with a planted fault: {refused}"
-        planted_names: set[str] = set()
-        for computed in ranks:
-            planted_names |= computed.planted
-        expected_names = set(filter(reference.has_gradient, planted_names))
-        if not expected_names:
+        names = set().union(*map(unmoved, [reference.computed, *self._computed[layout]]))
+        if names:
+            return f"the step did not change {few(sorted(names))}, which has a gradient"
+        if not any(map(reference.has_gradient, reference.whole["gradients"])):
             return "no parameter has a gradient"
-        differing = findings(reference, layout, ranks)
-        expected_names -= {finding.name for finding in differing}
-        missed = []
-        for name in sorted(expected_names):
-            # What --allow leaves out is not verified, and the report says so.
-            if not Finding("gradient", name, (), 0).matches(self.allow):
-                missed.append(name)
-        if not missed:
-            return ""
-        return f"1 % of the gradient, added on one rank, is not seen in {few(missed)}"
+        return ""
 
-    def _run_layout(self, layout: Layout, variant: Variant) -> list[Computed]:
-        """The results of each rank, from the initial weights of one rank."""
+    def _uncovered(self, layout: Layout, seconds: float) -> Iterator[str]:
+        """Collectives of which a lost result would not be seen, or was not tried, in words.
+
+        Each call site is left out on one of its ranks; where nothing differs, on another one.
+        """
+        ranks_of: dict[str, list[int]] = {}
+        one_way: set[str] = set()
+        for rank, computed in enumerate(self._computed[layout]):
+            one_way |= computed.one_way
+            for site in computed.sites:
+                ranks_of.setdefault(site, []).append(rank)
+        seen: dict[str, bool] = {}
+        if seconds:
+            say(f"{layout} agrees: are lost results of {len(ranks_of)} collectives seen?")
+        end = time.monotonic() + seconds
+        for place, steps in ((-1, 1), (0, 2), (-1, 2)):
+            trials = []
+            for site in sorted(ranks_of):
+                if not seen.get(site):
+                    trials.append(
+                        Variant(left_out=site, leaving_out=ranks_of[site][place], steps=steps)
+                    )
+            for first in range(0, len(trials), _AT_ONCE):
+                seen |= self._seen(layout, trials[first : first + _AT_ONCE], end)
+        unseen = [site for site in seen if not seen[site]]
+        untried = sorted(ranks_of.keys() - seen.keys())
+        if one_way:
+            yield f"the backward pass of {', '.join(sorted(one_way))}, which did not run"
+        if unseen:
+            yield f"lost results of {', '.join(unseen)}: they change nothing that is compared"
+        if untried:
+            yield f"lost results of {', '.join(untried)}: not tried"
+
+    def _seen(self, layout: Layout, trials: Sequence[Variant], end: float) -> dict[str, bool]:
+        """Whether something differs, for each site that was tried before ``end``."""
+        left = end - time.monotonic()
+        if not trials or left <= 0:
+            return {}
+        seconds = self._seconds[layout] * (1 + len(trials))
+        try:
+            by_variant = self._run_layout(layout, trials, min(left, seconds))
+        except Refused:
+            if left < seconds:
+                return {}
+            # A rank ended, or ranks wait for each other without an end: nobody would miss that.
+            if len(trials) == 1:
+                return {trials[0].left_out: True}
+            middle = len(trials) // 2
+            first_half = self._seen(layout, trials[:middle], end)
+            return first_half | self._seen(layout, trials[middle:], end)
+        seen = {}
+        for trial, ranks in zip(trials, by_variant, strict=False):
+            wrong, _ = self._sorted(findings(self.reference(layout.alone()), layout, ranks))
+            seen[trial.left_out] = bool(wrong)
+        rest = trials[len(by_variant) :]
+        if rest:
+            seen[rest[0].left_out] = True  # a rank raised
+            seen |= self._seen(layout, rest[1:], end)
+        return seen
+
+    def _run_layout(
+        self, layout: Layout, variants: Sequence[Variant], timeout: float | None = None
+    ) -> list[list[Computed]]:
+        """The results of each rank, for each variant, from the initial weights of one rank."""
         initial = self.reference(layout.alone()).whole["initial"]
-        return [results[0] for results in self._run(layout, initial, [variant])]
+        start = time.monotonic()
+        by_rank = self._run(layout, initial, variants, timeout)
+        self._seconds.setdefault(layout, time.monotonic() - start)
+        # Where a rank raised, others have taken the same steps, or one more.
+        return [list(ranks) for ranks in zip(*by_rank, strict=False)]
 
     def _run(
-        self, layout: Layout, initial: Any, variants: Sequence[Variant]
+        self,
+        layout: Layout,
+        initial: Any,
+        variants: Sequence[Variant],
+        timeout: float | None = None,
     ) -> list[list[Computed]]:
-        """The results of each rank, for each variant."""
+        """The results for each variant, of each rank."""
         self.steps += 1
         return on_ranks(
             layout.world_size,
             lambda _: run_variants(self.task, layout, initial, variants),
-            self.timeout,
+            timeout or self.timeout,
         )
 
     def _all_smallest(self, layout: Layout, wrong: list[Finding]) -> Iterable[Smallest]:
@@ -398,16 +480,17 @@ class _Job:
 
     def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
         needed: dict[str, str] = {}
+        with_dropout = any(quantity in OF_DROPOUT for quantity, _ in keys)
         for name, trial in layout.smaller():
             say(f"  {layout}: does it differ without {name}?")
-            differing = self.differing(trial)
+            differing = self.differing(trial, with_dropout)
             if isinstance(differing, Refused):
                 needed[name] = f"refused: {differing}"
             elif keys.isdisjoint(finding.key for finding in differing):
                 needed[name] = "agrees"
             elif name != LOSS_PER_TOKEN:
                 return self._smallest(trial, keys)
-        differing = self.differing(layout)
+        differing = self.differing(layout, with_dropout)
         assert not isinstance(differing, Refused)
         wrong, _ = self._sorted(differing)
         return Smallest(layout, wrong, needed)

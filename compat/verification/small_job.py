@@ -7,20 +7,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from compat.verification.arguments import BY_HAND
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
-from compat.verification.layout import LOSS_PER_TOKEN, SIZES, Layout
+from compat.verification.layout import LOSS_PER_TOKEN, MIXED_PRECISION, SIZES, Layout
 from compat.verification.script import Script
 from compat.verification.step import Task
-from compat.verification.structure import small_layout
+from compat.verification.structure import (
+    DIMS_TOLD_APART,
+    equal_sizes_in_words,
+    job_sizes,
+    small_layout,
+)
 
 # Sizes of the small model are unlike each other, and unlike the number of heads and of their
 # groups, 6 and 3 for each tp rank: code that takes one for another must compute something else.
 _HEAD = 8  # the size of an attention head
 _VOCAB_FOR_EACH_RANK = 56
-_SAMPLES = 2  # of a micro batch
 _LEAST_LENGTH = 40
 # Fields of TransformerConfig that the small model sets itself.
 SHAPE = (
@@ -97,9 +102,9 @@ def small_job(
         layout = replace(layout, order=order)
     sizes = _sizes(args, layout, changed)
     options = {**layout.options, **_options(args, sizes, changed)}
+    _split_pipeline_unevenly(args, layout, sizes, options)
     if args.config.num_moe_experts:
         options |= _experts(args.config, layout, sizes)
-    _split_pipeline_unevenly(args, layout, sizes, options, changed)
     layout = replace(layout, options=options)
 
     vocab = _VOCAB_FOR_EACH_RANK * layout.tp
@@ -114,10 +119,12 @@ def small_job(
         "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
     }
     build = partial(small_gpt, seq_length=length, vocab=vocab, sizes=sizes, model=model)
+    dims = {name: getattr(layout, name) for name in DIMS_TOLD_APART}
+    samples = _unlike(2, dims.values())  # of a micro batch
     # Of each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
-    micro_batches = _unlike(2, (layout.tp, layout.cp, layout.dp))
+    micro_batches = _unlike(2, dims.values())
     if layout.vp:
-        micro_batches = 2 * layout.pp
+        micro_batches = _unlike(2 * layout.pp, dims.values(), layout.pp)
     micro_batches *= layout.dp
     parts = 1
     if layout.cp > 1 and not options.get(LOSS_PER_TOKEN):
@@ -127,7 +134,12 @@ def small_job(
             "each cp rank has the same number of unmasked tokens: without "
             "--calculate-per-token-loss Megatron weighs them unequally otherwise"
         )
-    batch = uneven_batch(max(micro_batches, 4), _SAMPLES, length, vocab, parts)
+    batch = uneven_batch(max(micro_batches, 4), samples, length, vocab, parts)
+    depth = "layers of a stage"
+    of_job = job_sizes(args)
+    of_job[depth] = args.config.num_layers // of_job["pp"]
+    of_small = {**dims, depth: sizes["num_layers"] // layout.pp}
+    changed.extend(equal_sizes_in_words(of_job, of_small, product([depth], DIMS_TOLD_APART)))
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {length} tokens")
     task = Task(build, batch)
@@ -213,20 +225,22 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
 
 
 def _split_pipeline_unevenly(
-    args: Any,
-    layout: Layout,
-    sizes: dict[str, Any],
-    options: dict[str, Any],
-    changed: list[str],
+    args: Any, layout: Layout, sizes: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """Give the first or last stage one layer, where the job gives it another number."""
     if layout.pp == 1:
         return
+    names = []
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if not getattr(args.config, name, None):
-            continue
+        if getattr(args.config, name, None):
+            names.append(name)
+    if layout.vp and names:
+        sizes["num_layers"] = layout.pp * layout.vp * 2
+    for name in names:
+        # One layer in each chunk of this stage, and two in the others.
         if layout.vp:
-            changed.append(f"not kept: {name}, as chunks of the small model have equal depth")
+            options[name] = layout.vp
+            sizes["num_layers"] -= layout.vp
         # With two stages, the other one already has another number.
         elif layout.pp > 2 or sizes["num_layers"] % 2 == 0:
             options[name] = 1
@@ -250,6 +264,10 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             continue
         is_plain = isinstance(value, bool | int | float | str)
         is_function = field.name in ("activation_func", "window_attn_skip_freq")
+        # The fused loss that is not Transformer Engine's has collectives of its own.
+        is_fused_loss = field.name == "cross_entropy_loss_fusion" and (
+            args.cross_entropy_fusion_impl == "native"
+        )
         if field.name == "window_size" and value is not None:
             options[field.name] = (4, 0)
         elif field.name == "recompute_num_layers" and value:
@@ -260,7 +278,7 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             continue  # a pattern: the small model has the part of it that its layers need
         elif value == "flex":
             left_out.append(f"{field.name}={value}")
-        elif matches(field.name, _HOW) and not is_function:
+        elif matches(field.name, _HOW) and not is_function and not is_fused_loss:
             continue
         elif is_function or (is_plain and not matches(field.name, _LEFT_OUT)):
             options[field.name] = value
@@ -276,6 +294,8 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             options[field_name] = True
         elif name == "ddp_bucket_size" and value:
             options[field_name] = _BUCKET_SIZE
+    if getattr(args, "bf16", False):
+        options[MIXED_PRECISION] = True
     if options.get("overlap_grad_reduce"):
         options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":

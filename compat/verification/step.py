@@ -7,17 +7,20 @@ taken while parameters hold gradients, so that gradients get the same names and 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol, TypeAlias
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from compat.verification.layout import INSTANCES, Layout
-from compat.verification.on_cpu import chunks_held, taken
+from compat.verification.collectives import call_site, watch
+from compat.verification.layout import INSTANCES, MIXED_PRECISION, RECOMPUTATION, Layout
+from compat.verification.on_cpu import chunks_held, parameters_say, taken
 
 MicroBatch: TypeAlias = Mapping[str, Any]
 Slices: TypeAlias = tuple[tuple[int, int], ...]
@@ -28,7 +31,7 @@ SEED = 1234
 RANDOM_INIT = "data_parallel_random_init"
 # Fields that the configurations of data parallelism and of the optimizer have in common.
 _SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather")
-_FAULT = 1.01  # times a gradient: the fault that is planted in ranks
+_DROPOUT = 0.1
 
 
 class Piece(NamedTuple):
@@ -65,6 +68,14 @@ class MicroBatchLoss(NamedTuple):
     tokens: float
 
 
+class Draw(NamedTuple):
+    """A dropout of one rank: its place, and digests of its input and of the generator's state."""
+
+    place: str
+    input: str
+    state: str
+
+
 @dataclass
 class Computed:
     """The results of one rank's step, and of the step after it."""
@@ -80,7 +91,10 @@ class Computed:
     # The norm of gradients of equal size, and the square of each piece's part in it.
     even_norm: float = 0.0
     even_squares: dict[Place, float] = field(default_factory=dict)
-    planted: set[str] = field(default_factory=set)  # tensors whose gradient this rank made wrong
+    sites: set[str] = field(default_factory=set)  # where collectives of several ranks were called
+    one_way: set[str] = field(default_factory=set)  # functions whose backward pass did not run
+    tensor_parallel_ranks: tuple[int, ...] = ()
+    draws: list[Draw] = field(default_factory=list)
     next_step: Computed | None = None
 
 
@@ -121,13 +135,17 @@ class Variant:
     """How a run differs from the plain one.
 
     ``backwards`` takes micro batches in the reverse order and ``jitter`` changes weights by so
-    much, relative to each: what differs then is what rounding does. ``planted`` makes each gradient
-    wrong on one rank, in a single step.
+    much, relative to each: what differs then is what rounding does. On rank ``leaving_out``, the
+    results of the collectives of the call site ``left_out`` are its own input.
     """
 
     backwards: bool = False
     jitter: float = 0.0
-    planted: bool = False
+    left_out: str = ""
+    leaving_out: int = 0
+    dropout: bool = False
+    recomputes: bool = True  # if the layout does
+    steps: int = 2
 
 
 PLAIN = Variant()
@@ -142,20 +160,36 @@ def run_variants(
     """*Collective.* Take two optimizer steps for each variant, each from ``initial`` weights.
 
     Without ``initial``, the first variant takes the model's own weights, made uneven, and the
-    others take the same.
+    others take the same. A rank that raises where a collective was left out gives the results
+    before, and so do then all others.
     """
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     _initialize(parallel_state, layout)
-    results = []
+    results: list[Computed] = []
     for variant in variants:
-        computed = _take_steps(task, layout, initial, variant, parallel_state)
+        try:
+            computed = _take_steps(task, _varied(layout, variant), initial, variant, parallel_state)
+        except Exception:
+            if not variant.left_out:
+                raise
+            return results
         results.append(computed)
         if initial is None:
             initial = whole_tensors(computed.initial)
+    dist.barrier()  # a rank that leaves takes its connections along
     return results
+
+
+def _varied(layout: Layout, variant: Variant) -> Layout:
+    if not variant.recomputes:
+        layout = layout.without(*RECOMPUTATION)
+    if variant.dropout:
+        dropout = {"hidden_dropout": _DROPOUT, "attention_dropout": _DROPOUT}
+        layout = replace(layout, options={**layout.options, **dropout})
+    return layout
 
 
 def _take_steps(
@@ -172,12 +206,13 @@ def _take_steps(
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    left_out = variant.left_out if variant.leaving_out == dist.get_rank() else ""
+    watched = watch(left_out)
     _seed(layout, state)
     chunks = _build(task, layout, state)
     config = chunks[0].config
-    computed = Computed()
-    if variant.planted:
-        _plant_faults(chunks, computed, state)
+    group = state.get_tensor_model_parallel_group()
+    computed = Computed(tensor_parallel_ranks=tuple(dist.get_process_group_ranks(group)))
     ddp_fields = {"grad_reduce_in_fp32": True}
     ddp_fields |= layout.fields_of(DistributedDataParallelConfig)
     ddp = DistributedDataParallelConfig(**ddp_fields)
@@ -196,6 +231,7 @@ def _take_steps(
     for name in _SHARED_FIELDS:
         settings[name] = getattr(ddp, name)
     settings |= layout.fields_of(OptimizerConfig)
+    parameters_say(bfloat16=MIXED_PRECISION in layout.options)
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -207,14 +243,39 @@ def _take_steps(
         config.param_sync_func = _of_chunks([chunk.start_param_sync for chunk in model])
 
     numbers = _own_micro_batches(task, layout, state, variant.backwards)
-    _step(task, layout, computed, chunks, model, optimizer, numbers, state)
-    if not variant.planted:
+    with _recorded_draws(computed.draws):
+        _step(task, layout, computed, chunks, model, optimizer, numbers, state)
+    if variant.steps > 1:
         computed.next_step = Computed(initial=_pieces(chunks))
         if "clip_grad" not in layout.options:
             _clip_at(computed.norm / 2, optimizer)
         _step(task, layout, computed.next_step, chunks, model, optimizer, numbers, state)
         _count_parameters(computed.next_step, chunks, optimizer)
+    computed.sites = watched.sites
+    computed.one_way = watched.forward - watched.backward
     return computed
+
+
+@contextmanager
+def _recorded_draws(draws: list[Draw]) -> Iterator[None]:
+    """Record each dropout meanwhile: ranks with one input must draw alike, others must not."""
+    functions: Any = torch.nn.functional
+    dropout = functions.dropout
+
+    @wraps(dropout)
+    def recorded(features: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+        if p:
+            place = call_site(sys._getframe(1))
+            draws.append(Draw(place, _digest(features), _digest(torch.get_rng_state())))
+        return dropout(features, p, *args, **kwargs)
+
+    with mock.patch.object(functions, "dropout", recorded):
+        yield
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.detach().contiguous().numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _clip_at(norm: float, optimizer: Any) -> None:
@@ -288,11 +349,13 @@ def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any)
     gradients = _gradients(chunks)
     for gradient in gradients.values():
         if gradient is not None:
-            gradient.fill_(gradient.numel() ** -0.5)
+            # Of equal numbers, a sum in float32 is wrong by more than rounding is allowed to be.
+            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(SEED))
+            gradient.copy_(noise / noise.norm())
     with _holding(gradients):
         pieces = _pieces(chunks)
     for piece in pieces:
-        size = float(piece.value.norm())
+        size = float(piece.value.double().norm())
         computed.even_squares[piece.place] = size**2
     _, norm, _ = optimizer.step()
     computed.even_norm = float(norm)
@@ -350,8 +413,7 @@ def _set_weights(
 def _initial_values(chunks: Sequence[Any]) -> dict[Place, InitialValue]:
     values = {}
     for piece in _pieces(chunks):
-        content = piece.value.contiguous().numpy().tobytes()
-        digest = hashlib.sha256(content).hexdigest()
+        digest = _digest(piece.value)
         is_drawn = bool(piece.value.min() < piece.value.max())
         square = float(piece.value.double().square().sum())
         values[piece.place] = InitialValue(digest, is_drawn, square, piece.value.numel())
@@ -404,37 +466,6 @@ def _build_chunk(task: Task, layout: Layout, state: Any, stage: int | None) -> A
     if getattr(chunk, "model_type", None) is None:
         chunk.model_type = ModelType.encoder_or_decoder
     return chunk
-
-
-def _plant_faults(chunks: Iterable[Any], computed: Computed, state: Any) -> None:
-    """Scale by 1 % what one rank alone adds to each gradient, before anything is reduced."""
-    # The reduction's layouts of dense and of expert parameters: the first rank of each plants.
-    tensor_rank = state.get_tensor_model_parallel_rank()
-    data_rank = state.get_data_parallel_rank(with_context_parallel=True)
-    expert_tensor_rank = state.get_expert_tensor_parallel_rank()
-    expert_data_rank = state.get_expert_data_parallel_rank()
-    for chunk in chunks:
-        names_in: dict[int, set[str]] = {}
-        for piece in _shards(chunk):
-            storage = _storage(piece.value)
-            names_in.setdefault(storage, set()).add(piece.name)
-        for parameter in chunk.parameters():
-            ranks = (tensor_rank, data_rank)
-            # megatron-core's mark of a parameter that the expert-parallel layout reduces.
-            if not getattr(parameter, "allreduce", True):
-                ranks = (expert_tensor_rank, expert_data_rank)
-            if ranks != (0, 0):
-                continue
-            names = names_in.get(_storage(parameter), set())
-            hook = partial(_scaled, names, computed.planted)
-            parameter.register_hook(hook)
-
-
-def _scaled(names: set[str], planted: set[str], gradient: torch.Tensor) -> torch.Tensor:
-    # Without a token for it, an expert's gradient is 0, and so is the fault.
-    if gradient.any():
-        planted.update(names)
-    return gradient * _FAULT
 
 
 def _own_micro_batches(task: Task, layout: Layout, state: Any, backwards: bool) -> list[int]:

@@ -16,6 +16,8 @@ from hypergrid.messages import few
 _MANY = 3  # members that stand for any larger number; of stages: a first, a middle and a last
 # Products of the sizes 1, 2 and 3, and the powers of two, as far as ranks reach.
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16)
+DIMS_TOLD_APART = ("tp", "cp", "pp", "dp", "ep")
+_PAIRS_OF_DIMS = tuple(combinations(DIMS_TOLD_APART, 2))
 # What a small layout may not keep, the worst first: a group has one member, or more than one, or
 # there is no stage between the first and the last, or two members stand for more.
 _SEVERITIES = (_ALONE, _JOINED, _NO_MIDDLE, _OTHER_SIZE) = range(4)
@@ -43,7 +45,7 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     ValueError
         The kept dims need more than 16 ranks.
     """
-    job = _job_sizes(args)
+    job = job_sizes(args)
     order = Layout.order
     if getattr(args, "use_tp_pp_dp_mapping", False):
         order = "tp-cp-ep-pp-dp"
@@ -53,13 +55,14 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     except (AssertionError, RuntimeError) as error:  # as Megatron refuses such sizes
         raise ValueError(str(error)) from error
     best: _Candidate | None = None
-    for sizes in _candidates(job, set(keep), has_experts):
+    groups = getattr(args, "num_query_groups", None) or job["tp"]
+    for sizes in _candidates(job, set(keep), has_experts, groups):
         members = _members(sizes, has_experts, order)
         differences = list(_differences(members_in_job, members, job, sizes))
         counts = Counter(difference.severity for difference in differences)
         # The fewest of the worst differences, then of equal sizes; the fewest ranks; the least ep.
         worst_first = [counts[severity] for severity in _SEVERITIES]
-        equal = len(_equal_dims(job, sizes))
+        equal = len(equal_sizes(job, sizes, _PAIRS_OF_DIMS))
         rank = (*worst_first, equal, _ranks(sizes), sizes["ep"])
         if best is None or rank < best.rank:
             best = _Candidate(rank, sizes, differences)
@@ -73,12 +76,7 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
         notes.extend(_consequences(best.differences))
-        equal_dims = _equal_dims(job, best.sizes)
-        if equal_dims:
-            notes.append(
-                f"equal sizes, which differ in the job, so a fault that takes one for the other is "
-                f"not seen: {few(equal_dims)}"
-            )
+        notes.extend(equal_sizes_in_words(job, best.sizes, _PAIRS_OF_DIMS))
 
     small: dict[str, int | None] = dict(best.sizes)
     options = {}
@@ -92,16 +90,30 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     return Layout(**small, order=order, options=options)  # type: ignore[arg-type]
 
 
-def _equal_dims(job: Mapping[str, int], small: Mapping[str, int]) -> list[str]:
-    """Pairs of dims that have one size in the small layout alone, as ``cp and dp``."""
-    pairs = []
-    for first, second in combinations(("tp", "cp", "pp", "dp", "ep"), 2):
+def equal_sizes(
+    job: Mapping[str, int], small: Mapping[str, int], pairs: Iterable[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """The pairs of names, as cp and dp, that have one size in the small job alone."""
+    equal = []
+    for first, second in pairs:
         if small[first] == small[second] > 1 and job[first] != job[second]:
-            pairs.append(f"{first} and {second}")
-    return pairs
+            equal.append((first, second))
+    return equal
 
 
-def _job_sizes(args: Any) -> dict[str, int]:
+def equal_sizes_in_words(
+    job: Mapping[str, int], small: Mapping[str, int], pairs: Iterable[tuple[str, str]]
+) -> Iterator[str]:
+    """A sentence on what a small job with equal sizes cannot show, if it has any."""
+    equal = [f"{first} and {second}" for first, second in equal_sizes(job, small, pairs)]
+    if equal:
+        yield (
+            f"equal sizes, which differ in the job, so a fault that takes one for the other is "
+            f"not seen: {', '.join(equal)}"
+        )
+
+
+def job_sizes(args: Any) -> dict[str, int]:
     sizes = {}
     for short, name in SIZES.items():
         sizes[short] = getattr(args, name, None) or 1
@@ -126,7 +138,7 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 
 
 def _candidates(
-    job: Mapping[str, int], keep: set[str], has_experts: bool
+    job: Mapping[str, int], keep: set[str], has_experts: bool, query_groups: int
 ) -> Iterator[dict[str, int]]:
     """Every smaller layout that exists, on at most 16 ranks."""
     choices = {}
@@ -137,6 +149,9 @@ def _candidates(
             choices[name] = [min(size, _MANY)]
         else:
             choices[name] = [small for small in _SMALL_SIZES if small <= size]
+    if query_groups < job["tp"] and "tp" not in keep:
+        # Two ranks of the small layout, too, hold the keys and values of one group.
+        choices["tp"] = [size for size in choices["tp"] if size % 2 == 0] or choices["tp"]
     for tp, cp, pp, dp in product(choices["tp"], choices["cp"], choices["pp"], choices["dp"]):
         dense = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "vp": 1}
         # Most combinations have too many ranks: their experts are not tried.

@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     layouts = [random_layout(draw) for _ in range(options.n)]
-    of_random = verify(small_gpt, uneven_batch(), layouts)
+    of_random = verify(small_gpt, uneven_batch(), layouts, smallest=False)
     refused = []
     wrong = []
     for report in of_random:

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import compat
-from compat.verification import Layout
+from compat.verification import Layout, collectives, search
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
 from compat.verification.launch import verify_line
 from compat.verification.layout import SIZES
 from compat.verification.on_cpu import REPLACED
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
-from compat.verification.small_job import _length
+from compat.verification.small_job import _length, _split_pipeline_unevenly, small_job
 from compat.verification.step import Task
 from compat.verification.structure import small_layout
 from tests.support import ROOT, stock, table, warm
@@ -42,7 +42,7 @@ RIGHT = [
 
 
 def test_layouts_that_megatron_computes_rightly_agree_with_one_rank():
-    for report in compat.verify(small_gpt, uneven_batch(), RIGHT):
+    for report in compat.verify(small_gpt, uneven_batch(), RIGHT, smallest=False):
         assert report.agrees, str(report)
         assert 0 < report.tolerance < 1e-4
         assert "compute what one rank computes" in str(report)
@@ -65,7 +65,11 @@ RECOMPUTED = {
 # One run of several features that users combine; a row of docs/verify.md for each.
 FEATURES = {
     "experts": Layout(tp=2, dp=2, ep=2, options={**DENSE, **OF_EXPERTS}),
-    "latent attention": Layout(tp=2, options={**TOKENS, **SHARDED, **LATENT_ATTENTION}),
+    # Recomputation adds the gradients of keys and values in another order.
+    "latent attention": Layout(
+        tp=2,
+        options={**TOKENS, **SHARDED, **LATENT_ATTENTION, "recompute_granularity": "selective"},
+    ),
     "windows": Layout(cp=2, options={**TOKENS, "window_size": (8, 0), "softmax_type": "learnable"}),
     "pipeline": Layout(pp=2, options={**TOKENS, **RECOMPUTED}),
     "overlap": Layout(
@@ -90,7 +94,7 @@ ROWS = {
 def _of_features():
     def judged():
         job = _Job(Task(ROTARY, uneven_batch(4)), (), 60)
-        return {name: job.report(layout, smallest=False) for name, layout in FEATURES.items()}
+        return {name: job.report(layout, search=False) for name, layout in FEATURES.items()}
 
     return in_child(judged)
 
@@ -208,7 +212,7 @@ def _of_mutants():
         for name, mutant in MUTANTS.items():
             job.task = replace(job.task, build=mutated(mutant))
             job._differing.clear()
-            reports[name] = job.report(layout_of(mutant), smallest=False)
+            reports[name] = job.report(layout_of(mutant), search=False)
         return reports
 
     return in_child(judged)
@@ -266,15 +270,83 @@ def _with_gradients_of_the_last_rank(layout, **where):
     return small_gpt(layout, **where)
 
 
+def test_a_collective_whose_lost_result_changes_nothing_is_named(monkeypatch):
+    monkeypatch.setattr(search, "SECONDS_FOR_SITES", 300)
+    (report,) = compat.verify(
+        _with_gradients_of_the_last_rank, uneven_batch(1) * 4, Layout(dp=2, options=TOKENS)
+    )
+    assert report.agrees, str(report)
+    # Samples are equal: so are the gradients of both ranks.
+    unseen = [text for text in report.not_covered if text.startswith("lost results of")]
+    assert "broadcast in test_verify.py:" in unseen[0] and "(in finished)" in unseen[0]
+    assert "get_grad_norm" not in unseen[0], "a lost norm is seen"
+
+
+def test_collectives_that_were_not_tried_are_named():
+    (report,) = compat.verify(small_gpt, uneven_batch(4), Layout(dp=2), smallest=False)
+    (untried,) = [text for text in report.not_covered if text.startswith("lost results of")]
+    assert untried.endswith(": not tried")
+    assert "all_reduce in distributed/param_and_grad_buffer.py:" in untried
+
+
+def test_every_kind_of_collective_that_is_left_out_gives_the_ranks_own_input():
+    """Each rank has the numbers 0 1 or 2 3; on rank 1 the results are its own input."""
+
+    def exchanged(rank):
+        dist = torch.distributed
+        own = torch.arange(2.0) + 2 * rank
+        results = {}
+
+        def called(name, output, call):
+            for left_out in (False, True):
+                output_of_call = output.clone()
+                site = f"{name} in test_verify.py:{call.__code__.co_firstlineno} (in called)"
+                record = collectives.watch(site * (left_out and rank == 1))
+                work = call(output_of_call)
+                if work is not None:
+                    assert output_of_call.isnan().all()
+                    work.wait()
+                assert record.sites == {site}
+                results[name, left_out] = output_of_call.tolist()
+
+        empty = torch.zeros(4)
+        called("all_gather", empty, lambda output: dist.all_gather(list(output.chunk(2)), own))
+        called(
+            "all_gather_into_tensor",
+            empty,
+            lambda output: dist.all_gather_into_tensor(output, own, async_op=True),
+        )
+        called("all_reduce", own, lambda output: dist.all_reduce(output, async_op=True))
+        called("all_to_all_single", own, lambda output: dist.all_to_all_single(output, own))
+        called("broadcast", own, lambda output: dist.broadcast(output, 0))
+        scatter = "reduce_scatter_tensor"
+        called(scatter, own[:1], lambda output: dist.reduce_scatter_tensor(output, own))
+        dist.barrier()
+        return results
+
+    _, of_rank_1 = in_child(lambda: on_ranks(2, exchanged, 60))
+    assert of_rank_1 == {
+        ("all_gather", False): [0, 1, 2, 3],
+        ("all_gather", True): [2, 3, 2, 3],
+        ("all_gather_into_tensor", False): [0, 1, 2, 3],
+        ("all_gather_into_tensor", True): [2, 3, 2, 3],
+        ("all_reduce", False): [2, 4],
+        ("all_reduce", True): [2, 3],
+        ("all_to_all_single", False): [1, 3],
+        ("all_to_all_single", True): [2, 3],
+        ("broadcast", False): [0, 1],
+        ("broadcast", True): [2, 3],
+        ("reduce_scatter_tensor", False): [4],
+        ("reduce_scatter_tensor", True): [3],
+    }
+
+
 def _no_loss(output, micro_batch):
     return output.sum() * 0, micro_batch["loss_mask"].sum()
 
 
 WORTHLESS = {
     "the step did not change": Task(_without_a_step, uneven_batch(4)),
-    "1 % of the gradient, added on one rank, is not seen in": Task(
-        _with_gradients_of_the_last_rank, uneven_batch(1) * 4
-    ),
     "no parameter has a gradient": Task(small_gpt, uneven_batch(4), _no_loss),
 }
 
@@ -359,6 +431,53 @@ def test_a_small_jobs_tokens_divide_and_are_like_no_other_size(tp, cp):
     sizes = [48 * tp, 48, 56 * tp, 56]  # of hidden features and words of the vocabulary
     for part in (length, length // cp, length // cp // tp):
         assert part not in sizes and 2 * part not in sizes
+
+
+@pytest.mark.parametrize(
+    ("layout", "ends", "kept", "layers"),
+    [
+        (Layout(pp=3), {"first": 5}, {"first": 1}, 5),
+        (Layout(pp=3, vp=2), {"first": 4}, {"first": 2}, 10),
+        (Layout(pp=3, vp=2), {"first": 2, "last": 4}, {"first": 2, "last": 2}, 8),
+    ],
+)
+def test_a_stage_of_another_depth_is_kept_also_with_chunks(layout, ends, kept, layers):
+    config = SimpleNamespace()
+    for end, count in ends.items():
+        setattr(config, f"num_layers_in_{end}_pipeline_stage", count)
+    sizes = {"num_layers": layout.pp * 2}
+    options = {}
+    _split_pipeline_unevenly(SimpleNamespace(config=config), layout, sizes, options)
+    for end, count in kept.items():
+        assert options.pop(f"num_layers_in_{end}_pipeline_stage") == count
+    assert not options and sizes["num_layers"] == layers
+
+
+def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
+    args = {"num_experts": 8, "world_size": 8, "optimizer": "adam"}
+    args |= {"pipeline_model_parallel_size": 4, "untie_embeddings_and_output_weights": True}
+    args |= {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000}
+
+    def made_small():
+        from megatron.core.transformer import TransformerConfig
+
+        config = TransformerConfig(
+            num_layers=11,
+            hidden_size=64,
+            num_attention_heads=8,
+            num_moe_experts=8,
+            add_bias_linear=False,
+            moe_layer_freq=[0] * 3 + [1] * 8,
+            pipeline_model_parallel_size=4,
+            pipeline_dtype=torch.float32,
+            num_layers_in_first_pipeline_stage=2,
+        )
+        job = small_job(SimpleNamespace(config=config, **args))
+        return job.layout, job.task.build.keywords["sizes"]["num_layers"]
+
+    layout, layers = in_child(made_small)
+    assert layout.pp == 3 and layers == 5
+    assert layout.options["moe_layer_freq"] == [0, 0, 0, 1, 1]
 
 
 STUB = """
