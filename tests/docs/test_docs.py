@@ -179,7 +179,7 @@ def test_every_figure_of_the_readme_is_one_of_its_page():
     figures = re.findall(r"^\| [^|]+ \| ([^|]+ \| [^|]+) \|$", section, re.M)
     calls, start, loss = figures
     for row in (
-        f"| 1,024 | {calls} |",
+        f"1,024 ranks (2026-11-27, 50fe290) | {calls} |",
         f"| start of 64 gloo ranks | {start} |",
         f"| 16 gloo ranks, beside bare `new_group` calls for the same groups | {loss} |",
         re.search(r"megatron-core [\d.]+, torch [\d.]+", page)[0],
