@@ -59,6 +59,8 @@ def check(command: str, home: Path, files: set[str]) -> None:
         _launch(words[2:], home)
     elif program == "python" and words[0].endswith(".py"):
         _check_script(*words)
+    elif program == "pre-commit":
+        assert (ROOT / ".pre-commit-config.yaml").is_file()
     elif "/" in program:
         assert os.access(ROOT / program, os.X_OK), f"{program} is not executable"
         _check_script(program, *words)
