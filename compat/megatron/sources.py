@@ -34,7 +34,8 @@ class Definition:
     """A function, method, class or value that a module defines, also under an ``if``."""
 
     name: str  # of a method or field with its class, such as "RankGenerator.get_ranks"
-    # "function", "class", "value", or "aside": a value that no other code misses, such as _log
+    # "function", "class", "value", "aside": a value that no other code misses, such as _log; or
+    # "loaded", whatever it is, where the module was loaded
     kind: str
     text: str  # such as "get_all_ranks(order=None)", "class RankGenerator", "HAVE_EINOPS = True"
     defaults: dict[str, Any] = field(default_factory=dict)  # of each argument

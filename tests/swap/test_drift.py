@@ -74,7 +74,7 @@ def test_constant_defaults_of_initialisation_are_taken_over(release, tmp_path):
     assert done.stdout.splitlines() == [
         "tp-cp-ep-pp-dp 45",
         "tp-cp-ep-pp-dp 0:45:00",
-        "[None, None]",
+        "[[], []]",
     ], done.stderr
 
 
