@@ -94,16 +94,20 @@ def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any
         # A value that cannot be read is the name alone. A private global changes when it is used.
         if is_private or row.name in texts:
             continue
-        text = described(row.name, value, row.defaults)
+        known_arguments: Iterable[str] | None = row.defaults
+        if row.kind == "loaded":
+            known_arguments = None
+        text = described(row.name, value, known_arguments)
         if text not in texts:
             sentences[f"{row.text} is {text} in hypergrid's"] = None
     return list(sentences)
 
 
-def described(name: str, value: Any, known_arguments: Iterable[str] = ()) -> str:
+def described(name: str, value: Any, known_arguments: Iterable[str] | None = None) -> str:
     """A function, class or value under a name, as ``Definition.text`` describes it.
 
-    An optional argument that only hypergrid's grid has, and not ``known_arguments``, harms no call.
+    Without optional arguments that are not in ``known_arguments``, if these are given: an argument
+    that only hypergrid has harms no call.
     """
     if inspect.isclass(value):
         bases = ", ".join(base.__name__ for base in value.__mro__[1:-1])
@@ -122,8 +126,7 @@ def described(name: str, value: Any, known_arguments: Iterable[str] = ()) -> str
     parameters = []
     for argument in signature.parameters.values():
         is_required = argument.default is argument.empty
-        is_of_grid = name.startswith("HyperCommGrid.")
-        if is_required or argument.name in known_arguments or not is_of_grid:
+        if is_required or known_arguments is None or argument.name in known_arguments:
             parameters.append(argument.replace(annotation=argument.empty))
     shown = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return f"{wrapper}{name}{shown}"

@@ -79,8 +79,8 @@ class Record:
                 self._signatures[name] = inspect.signature(loaded[name])
         self._is_replaced = creates(self.helpers)
         # One for the same arguments: it runs for stock, and the plan gets what it answered.
-        create = functools.partial(_generator, stock.RankGenerator)
-        self._generator = functools.cache(create)
+        create = getattr(stock, "RankGenerator", None)
+        self._generator = functools.cache(functools.partial(_generator, create))
         self._depth = 0  # of calls inside each other
         self._calls: list[Call] = []  # of stock
         # In hypergrid's order, the positions in ``_calls`` of those that it makes too.
@@ -256,7 +256,7 @@ class Record:
         return text
 
 
-def _generator(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _generator(create: Any, *args: Any, **kwargs: Any) -> Any:
     """A rank generator that answers the same question once.
 
     The ``get_ranks`` of a replacement may communicate: all ranks are in the first call only.
