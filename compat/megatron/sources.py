@@ -14,12 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# A function's head and its body: all lines that follow and are indented deeper, empty or comments.
-_FUNCTION = re.compile(
-    r"^([ \t]*)((?:async )?def \w+\(.*?\)(?:\s*->[^\n]*?)?:[ \t]*(?:#[^\n]*)?)\n"
-    r"(?:\1[ \t]+[^\n]*\n|[ \t]*(?:#[^\n]*)?\n)*",
-    re.M | re.S,
-)
 _GLOBAL = re.compile(r"^[ \t]+global ([\w, \t]+)", re.M)
 _VERSION = re.compile(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", re.M)
 _MODULES = ("parallel_state", "hyper_comm_grid")
@@ -34,7 +28,8 @@ class Definition:
     """A function, method, class or value that a module defines, also under an ``if``."""
 
     name: str  # of a method or field with its class, such as "RankGenerator.get_ranks"
-    # "function", "class", "value", or "aside": a value that no other code misses, such as _log
+    # "function", "class", "value", "aside": a value that no other code misses, such as _log; or
+    # "loaded", whatever it is, where the module was loaded
     kind: str
     text: str  # such as "get_all_ranks(order=None)", "class RankGenerator", "HAVE_EINOPS = True"
     defaults: dict[str, Any] = field(default_factory=dict)  # of each argument
@@ -87,17 +82,10 @@ def read(core: Path) -> Source:
 def defined(path: Path) -> list[Definition]:
     """The definitions of a module, in its order: of classes also the methods and fields.
 
-    RuntimeError for a file that is not Python.
+    SyntaxError, which names it, for a file that is not Python.
     """
     text = _text(path)
-    try:
-        # Without the bodies of functions: the tree of the whole file costs five times as much.
-        tree = ast.parse(_FUNCTION.sub(r"\1\2\n\1 ...\n", text))
-    except SyntaxError:
-        try:
-            tree = ast.parse(text)
-        except SyntaxError as error:
-            raise RuntimeError(f"{path} cannot be read as Python: {error}.") from None
+    tree = ast.parse(text, str(path))
     declared = set(re.findall(r"\w+", " ".join(_GLOBAL.findall(text))))
     definitions = []
     for definition in _defined_by(tree):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import threading
@@ -23,12 +22,11 @@ _COMPARED = (
     "Compared: names, arguments and defaults of the replaced modules; of the groups the ranks, "
     "backend, description, timeout and options; private globals, the environment, and the results "
     "of all getters, also with flags and vp_stage, by value and type; with replaced functions, the "
-    "order of their calls. Not compared: groups of HyperCommGrid, groups that are created later, "
-    "and the rest of the list in docs/swap.md."
+    "order of their calls. docs/swap.md lists what is not compared."
 )
 _store: Any = None  # that the ranks share, kept for the end of the process
-_failure = ""  # of the last initialisation, in words
-_compared = False  # whether an initialisation was compared
+# Why nothing was compared; empty as soon as an initialisation was.
+_reason = "the script did not call initialize_model_parallel"
 
 
 def is_wanted() -> bool:
@@ -39,12 +37,13 @@ def is_wanted() -> bool:
 @contextmanager
 def failure_noted() -> Iterator[None]:
     """Note an error of stock's initialisation, for the line at the end of the process."""
-    global _failure
+    global _reason
     _keep_store()
     try:
         yield
     except BaseException as error:
-        _failure = f"initialize_model_parallel failed, {type(error).__name__}: {error}"
+        if _reason:
+            _reason = f"initialize_model_parallel failed, {type(error).__name__}: {error}"
         raise
 
 
@@ -56,29 +55,24 @@ def _keep_store() -> None:
     _store = stores.shared_store() or _store
 
 
-def report_at_exit() -> None:
-    """Let this process say at its end if nothing was compared. *Local*; idempotent."""
-    atexit.unregister(_say_at_exit)
-    atexit.register(_say_at_exit)
+def say_at_exit() -> None:
+    """Say at the end of the process if nothing was compared: the lowest rank that is left. *Local*.
 
-
-def _say_at_exit() -> None:
-    """One line of the lowest rank that is left, if none of its initialisations was compared."""
+    Without a store rank 0 alone speaks, and not the processes that it starts for its data.
+    """
+    global _reason
     rank = int(os.environ.get("RANK", "0"))
-    if _compared:
-        return
     _keep_store()  # the script may have failed before its first initialisation
-    # Without a store, rank 0 alone speaks, and not the processes that it starts for its data.
-    is_helper = multiprocessing.parent_process() is not None
-    if _store is None and (is_helper or rank):
+    is_silent = _store is None and (rank > 0 or multiprocessing.parent_process() is not None)
+    if is_silent or not _reason:
         return
     # The lower ranks come first; one that was killed does not come.
     time.sleep(min(rank, 10) / 10)
     # The store is lost with the rank that served it, which spoke when it ended.
     with suppress(RuntimeError):
         if _store is None or _store.add(_END, 1) == 1:
-            reason = _failure or "the script did not call initialize_model_parallel"
-            print(f"{_PREFIX}rank {rank}: nothing was compared: {reason}.", flush=True)
+            print(f"{_PREFIX}rank {rank}: nothing was compared: {_reason}.", flush=True)
+    _reason = ""  # a module that was loaded twice asks twice
 
 
 def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]) -> None:
@@ -86,10 +80,10 @@ def report(call: int, ranks: Sequence[int], summary: str, differences: list[str]
 
     If differences end the job, every rank waits for the others, ten seconds at most.
     """
-    global _compared
+    global _reason
     import torch.distributed as dist
 
-    _compared = True
+    _reason = ""
     rank = dist.get_rank()
     key = f"hypergrid/shadow/{call}/{ranks[0]}"
     lines = [f"rank {rank}: {difference}." for difference in differences[:_LINES_OF_A_RANK]]

@@ -13,7 +13,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from compat.megatron.request import (
 from compat.megatron.rows import PlannedRows
 from compat.state import SLOTS, TAKEN_OVER, ParallelState, empty_values
 from compat.swap import REPLACEMENTS
-from compat.swap.drift import differences_of_loaded, not_taken_over, refuse_drift
+from compat.swap.drift import differences, loaded_definitions, refuse_drift
 from hypergrid import of_torch
 from hypergrid.messages import few, shown_apart
 from hypergrid.policy import Agreement
@@ -79,7 +78,9 @@ class Record:
                 self.helpers[name] = getattr(stock, name)
                 self._signatures[name] = inspect.signature(loaded[name])
         self._is_replaced = creates(self.helpers)
-        self._generators: dict[str, Any] = {}
+        # One for the same arguments: it runs for stock, and the plan gets what it answered.
+        create = getattr(stock, "RankGenerator", None)
+        self._generator = functools.cache(functools.partial(_generator, create))
         self._depth = 0  # of calls inside each other
         self._calls: list[Call] = []  # of stock
         # In hypergrid's order, the positions in ``_calls`` of those that it makes too.
@@ -94,17 +95,15 @@ class Record:
         with self._patched(self.stock, is_plan=False):
             yield
         for call in self._calls:
-            if isinstance(call.result, ProcessGroup):
-                self.note(f"{call.group}: description and timeout", _live(call.result), call.live)
+            self.note(f"{call.group}: description and timeout", _live(call.result), call.live)
         # A replaced function may create groups by other means.
         if self._is_replaced:
             return
-        results = [call.result for call in self._calls]
+        seen = {id(call.result) for call in self._calls}
         for group in of_torch.registered_groups():
-            is_seen = any(result is group for result in results)
-            if group not in earlier_groups and not is_seen:
+            if group not in earlier_groups and id(group) not in seen:
                 self.differences.append(
-                    f"{_plain(group)}: stock creates it without torch.distributed.new_group"
+                    f"{_text(group)}: stock creates it without torch.distributed.new_group"
                 )
 
     def planned_state(self, planned_rows: PlannedRows) -> ParallelState:
@@ -172,9 +171,8 @@ class Record:
                     stand_ins[name] = self._stand_in(name, getattr(module, name), is_plan)
                     _replace(stack, module, name, stand_ins[name])
             if any(name in self.helpers for name in GENERATORS):
-                create = self.stock.RankGenerator
-                stand_ins["RankGenerator"] = functools.partial(self._generator, create)
-                _replace(stack, module, "RankGenerator", stand_ins["RankGenerator"])
+                stand_ins["RankGenerator"] = self._generator
+                _replace(stack, module, "RankGenerator", self._generator)
             yield stand_ins
 
     def _stand_in(
@@ -240,36 +238,34 @@ class Record:
 
     def note(self, name: str, stock_value: Any, planned_value: Any) -> None:
         """Note a difference between a value of stock and one of hypergrid, if there is one."""
-        if _exact(stock_value) != _exact(planned_value):
-            stock_text, planned_text = shown_apart(_plain(stock_value), _plain(planned_value))
+        texts = _text(stock_value), _text(planned_value)
+        if texts[0] != texts[1]:
+            stock_text, planned_text = shown_apart(*texts)
             self.differences.append(
                 f"{name} is {stock_text} with stock, and would be {planned_text}"
             )
 
-    def summary(self) -> str:
+    def summary(self, not_taken_over: Sequence[str]) -> str:
         """In words, what hypergrid would have created."""
         groups = len(self._positions)
         # A replaced function is called for every group of the world, as by stock.
         calls = self.new_groups if self._is_replaced else groups
         text = f"{groups} groups on this one, {self.new_groups} -> {calls} calls of new_group"
-        aside = [name for module in REPLACEMENTS for name in not_taken_over(module)]
-        if aside:
-            text += f". Not taken over: {', '.join(aside)}"
+        if not_taken_over:
+            text += f". Not taken over: {', '.join(not_taken_over)}"
         return text
 
-    def _generator(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A rank generator, once for the same arguments; it answers the same question once.
 
-        The ``get_ranks`` of a replacement may communicate: all ranks are in the first call only.
-        """
-        key = repr((args, sorted(kwargs.items())))
-        if key not in self._generators:
-            generator = create(*args, **kwargs)
-            for method in ("get_ranks", "get_gtp_ranks"):
-                with suppress(AttributeError):  # not all releases have both
-                    setattr(generator, method, functools.cache(getattr(generator, method)))
-            self._generators[key] = generator
-        return self._generators[key]
+def _generator(create: Any, *args: Any, **kwargs: Any) -> Any:
+    """A rank generator that answers the same question once.
+
+    The ``get_ranks`` of a replacement may communicate: all ranks are in the first call only.
+    """
+    generator = create(*args, **kwargs)
+    for method in ("get_ranks", "get_gtp_ranks"):
+        with suppress(AttributeError):  # not all releases have both
+            setattr(generator, method, functools.cache(getattr(generator, method)))
+    return generator
 
 
 def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -319,9 +315,10 @@ def compare(
         a sentence each.
     """
     ranks: Sequence[int] = range(dist.get_world_size())
+    not_taken_over: list[str] = []
     try:
         for module in REPLACEMENTS:
-            refuse_drift(module)
+            not_taken_over += refuse_drift(module)
         signature = inspect.signature(parallel_state.initialize_model_parallel)
         arguments = _bound(signature, args, kwargs)
         with record.replayed() as helpers:
@@ -331,15 +328,16 @@ def compare(
             ranks = planned_rows.participants
             state = record.planned_state(planned_rows)
         record.note("the result of initialize_model_parallel", result, None)
-        ours = vars(parallel_state)
-        functions = [*filter(_is_public, FUNCTIONS)]
-        functions += [name for name, value in ours.items() if is_upstreams(name, value)]
-        record.differences += differences_of_loaded(record.loaded, ours, functions)
+        record.differences += differences(loaded_definitions(record.loaded), vars(parallel_state))
+        for name, value in vars(parallel_state).items():
+            is_stocks = is_upstreams(name, FUNCTIONS.get(name, value))
+            if is_stocks and name not in record.loaded:
+                record.differences.append(f"stock has no {name}, and hypergrid has")
         for name, stock_value, planned_value in _values(record, state):
             record.note(name, stock_value, planned_value)
     except Exception as error:
         return ranks, "", [f"the swap would refuse, {type(error).__name__}: {error}"]
-    return ranks, record.summary(), record.differences
+    return ranks, record.summary(not_taken_over), record.differences
 
 
 def _values(record: Record, state: ParallelState) -> Iterator[tuple[str, Any, Any]]:
@@ -368,15 +366,9 @@ def _arguments(getter: Callable[..., Any], state: ParallelState) -> Iterator[dic
     Of ``f(group_size, with_cp=False)``: ``{}``, ``{"with_cp": False}``, ``{"group_size": 2}`` ...
     """
     stages = state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE or 0
-    sizes = {1, 2, 4}
-    for holder in (state._values.get(slot) for slot in SLOTS):
-        if isinstance(holder, dict):
-            sizes.update(holder)
-        elif isinstance(holder, ProcessGroup):
-            sizes.add(holder.size())
     values: dict[str, Sequence[Any]] = {
         "vp_stage": range(max(stages, 2)),
-        "group_size": sorted(size for size in sizes if isinstance(size, int)),
+        "group_size": sorted({1, 2, 4, *(group.size() for group in of_torch.registered_groups())}),
     }
     choices = []
     for name, parameter in inspect.signature(getter).parameters.items():
@@ -397,10 +389,6 @@ def _result(getter: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             return getter(**arguments)
     except Exception as error:
         return type(error)
-
-
-def _is_public(name: str) -> bool:
-    return not name.startswith("_") and name != "missing"
 
 
 def _replace(stack: ExitStack, home: Any, name: str, value: Any) -> None:
@@ -425,46 +413,31 @@ def _options(value: Any) -> Any:
     return [type(value).__name__, getattr(value, "is_high_priority_stream", None), fields]
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """A value that appears in messages as a text."""
+class _Text(str):
+    """A text that messages show without quotes."""
 
-    value: Any
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
+    __repr__ = str.__str__
 
 
-_NOT_CREATED = _Shown(None, "a group that stock has not created")
+_NOT_CREATED = _Text("a group that stock has not created")
+_ABSENT = _Text("absent")
 
 
-_ABSENT = _Shown(None, "absent")
-
-
-def _exact(value: Any) -> Any:
-    """A value with its types, groups by identity: 1, 1.0 and True differ."""
+def _text(value: Any) -> _Text:
+    """A value as a text that tells types too: 1, 1.0 and True differ, and so do two groups."""
     kind = type(value)
+    text = ""  # of a buffer, for example, which each side makes for itself
     if isinstance(value, list | tuple):
-        return kind, [_exact(part) for part in value]
-    if isinstance(value, dict):
-        return kind, {_exact(key): _exact(part) for key, part in value.items()}
-    if isinstance(value, ProcessGroup):
-        return kind, id(value)
-    if isinstance(value, int | float | str | timedelta | type | _Shown):
-        return kind, value
-    return kind.__name__  # such as a buffer, which each side makes for itself
-
-
-def _plain(value: Any) -> Any:
-    """A value whose parts can be compared, groups by identity."""
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, timedelta):
-        return _Shown(value, str(value))
-    if isinstance(value, ProcessGroup):
+        text = repr([_text(part) for part in value])
+    elif isinstance(value, dict):
+        text = repr(dict(sorted((_text(key), _text(part)) for key, part in value.items())))
+    elif isinstance(value, ProcessGroup):
         ranks = few(get_process_group_ranks(value))
-        return _Shown(value, f"{value.group_desc} of ranks [{ranks}]")
-    return value
+        return _Text(f"{value.group_desc} of ranks [{ranks}], {value.group_name} in torch")
+    elif isinstance(value, timedelta | _Text):
+        return _Text(value)
+    elif isinstance(value, int | float | str | type | None):
+        text = repr(value)
+    if kind in (list, dict, int, float, bool, str, type, type(None)):
+        return _Text(text)
+    return _Text(f"{kind.__name__} {text}".rstrip())

@@ -7,6 +7,7 @@ its exit status are stock's. This is the first step on a cluster where hypergrid
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import sys
@@ -48,7 +49,7 @@ def _watch_when_loaded(loader: Any) -> None:
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        answers.report_at_exit()
+        atexit.register(answers.say_at_exit)
         watch(module)
 
     loader.exec_module = exec_module
