@@ -28,8 +28,9 @@ _IMPORTED = {
     *("GlobalMemoryBuffer", "GlobalSymmetricMemoryBuffer", "SymmetricMemoryManager"),
     "is_torch_min_version",
 }
-# The packages whose functions and objects are nobody's interface of Megatron.
-_OF_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "einops"} - {"builtins"}
+# The packages whose functions, classes and objects are nobody's interface of Megatron.
+_OF_OTHERS = {"torch", "numpy", "einops", "logging", "typing", "types"}
+_OF_PYTHON = {*sys.stdlib_module_names} - {"builtins"}  # the functions and classes, not objects
 
 
 def refuse_drift(module: str) -> list[str]:
@@ -160,6 +161,8 @@ def _is_offered(name: str, value: Any) -> bool:
     if isinstance(value, ModuleType):
         return False
     home = type(value)
-    if callable(value):
+    others = _OF_OTHERS
+    if inspect.isroutine(value) or inspect.isclass(value):
         home = value
-    return str(getattr(home, "__module__", "")).partition(".")[0] not in _OF_OTHERS
+        others = _OF_OTHERS | _OF_PYTHON
+    return str(getattr(home, "__module__", "")).partition(".")[0] not in others
