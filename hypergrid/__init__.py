@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hypergrid.plan import GroupRow as GroupRow
     from hypergrid.topology import Topology as Topology
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "AbortedError": "errors",
