@@ -1,14 +1,18 @@
-"""scripts/dev/audit_releases prints one row for each release, with the counts of docs/audit.md."""
+"""A row of scripts/studies/audit_releases for each release, with the counts of docs/audit.md."""
 
 import subprocess
 import sys
 
+import pytest
+
 from compat.megatron.releases import PUBLISHED
 from tests.support import ROOT
 
+pytestmark = pytest.mark.long  # a study
+
 
 def test_the_newest_release_reads_as_often_as_the_page_says():
-    command = (sys.executable, "scripts/dev/audit_releases", "--release", PUBLISHED[-1])
+    command = (sys.executable, "scripts/studies/audit_releases", "--release", PUBLISHED[-1])
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (measured,) = [line for line in done.stdout.splitlines() if line.startswith("| 0.")]

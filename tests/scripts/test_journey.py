@@ -9,12 +9,12 @@ import pytest
 from tests.support import ROOT
 
 # Files, and changes from one to another.
-MOST = {"initialize_model_parallel(2)": (19, 150), 'create_pg("tp")': (11, 80)}
+MOST = {"initialize_model_parallel(2)": (20, 160), 'create_pg("tp")': (11, 90)}
 
 
 @pytest.fixture(scope="module")
 def printed():
-    command = [sys.executable, "scripts/dev/journey", "--files"]
+    command = [sys.executable, "scripts/studies/journey", "--files"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

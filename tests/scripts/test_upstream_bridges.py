@@ -1,4 +1,4 @@
-"""scripts/dev/upstream_bridges: megatron-core's own tests pass on hypergrid's grids."""
+"""scripts/studies/upstream_bridges: megatron-core's own tests pass on hypergrid's grids."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 from tests.support import ROOT
 
 CLONE = Path(os.environ.get("MEGATRON_LM", ROOT / ".cache" / "Megatron-LM"))
+pytestmark = pytest.mark.long  # a study
 
 
 @pytest.mark.skipif(
@@ -18,7 +19,7 @@ CLONE = Path(os.environ.get("MEGATRON_LM", ROOT / ".cache" / "Megatron-LM"))
 def test_upstreams_tests_pass_unchanged():  # of one release and a few; the script has them all
     few = ["--releases", "0.19.2", "-k", "pg_membership or different_pp_size or 2d_fan"]
     done = subprocess.run(
-        [sys.executable, "scripts/dev/upstream_bridges", "--repository", str(CLONE), *few],
+        [sys.executable, "scripts/studies/upstream_bridges", "--repository", str(CLONE), *few],
         capture_output=True,
         text=True,
         timeout=300,

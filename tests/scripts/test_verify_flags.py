@@ -11,7 +11,8 @@ import pytest
 from compat.verification.layout import SIZES
 from tests.support import ROOT
 
-FOLDER = ROOT / "scripts" / "dev"
+FOLDER = ROOT / "scripts" / "studies"
+pytestmark = pytest.mark.long  # a study
 TABLE = FOLDER / "verify_flags.csv"
 RELEASES = ("0.16.1", "0.19.2")
 KINDS = {"", "effect", "layout", "stand-in", "none", "refused"}
