@@ -109,6 +109,7 @@ class _LateWork:
 _collecting: dict[Any, _LateWork] = {}
 
 
+@functools.cache  # what is replaced once must not be again
 def watch_collectives() -> None:
     """Replace torch's collectives, also where megatron has imported them by name."""
     distributed: Any = torch.distributed

@@ -186,7 +186,7 @@ def forbid(asked):
     names["_guard"], own = guard, {}
     for name in getters.FUNCTIONS:
         if name.startswith(("get_", "is_", "has_", "model_parallel_is")):
-            function = names[name]
+            function = getattr(names[name], "__wrapped__", names[name])
             own[name] = FunctionType(function.__code__, names, name, function.__defaults__)
             guarded = eval(f"lambda *args, **kwargs: _guard({name!r}, args, kwargs)")
             function.__code__, function.__defaults__ = guarded.__code__, None
