@@ -236,7 +236,7 @@ class Agreement:
 
 
 def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[str, Any]:
-    """What all ranks can do together, or why what the policy asks is impossible."""
+    """The agreement of all ranks, or an error: why what the policy asks is impossible."""
     obstacles = [of_rank.obstacle for of_rank in abilities if of_rank.obstacle]
     bounds = [of_rank.bound for of_rank in abilities if of_rank.bound]
     all_can_connect_lazily = all(of_rank.can_connect_lazily for of_rank in abilities)

@@ -37,7 +37,7 @@ Results: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Watch:
-    """What this process records of its collectives, and the site whose results it leaves out."""
+    """The record of this process's collectives, and the site whose results it leaves out."""
 
     def __init__(self, left_out: str = "") -> None:
         self.left_out = left_out

@@ -236,38 +236,12 @@ class GroupPool:
         shorter = creation.creation_timeout(backend, timeout, self._timeout)
         if shorter is not None:
             options["timeout"] = shorter
-        waits = self.policy.connect == "lazy"
-        epoch = self.agreement.epoch
         before = self._contents()
         begin = time.monotonic()
         at_label(label)
         try:
             with self.connecting():
-                # A rank may create a group of its own without the others.
-                way = creation.way_of(self.agreement, backend, dist.get_world_size())
-                way_alone = creation.way_of(self.agreement, backend, 1)
-                created: list[ProcessGroup] = []
-                if way != "members":
-                    # Every rank leaves out the same groups, including those that it is not in.
-                    missing = []
-                    for ranks in everyone():
-                        existing = self._existing(label, ranks, kind)
-                        if existing is None and (len(ranks) > 1 or way_alone == way):
-                            missing.append(ranks)
-                    created = creation.by_world(way, label, missing, epoch, **options)
-                for name, ranks in ranks_of.items():
-                    existing = self._existing(label, ranks, kind)
-                    shares = None
-                    if existing is not None:
-                        owner, shares = existing
-                        group = owner._shared(ranks, shares)
-                        if owner is not self:
-                            shares = f"{shares} of an earlier {owner.owner}"
-                    elif (way_alone if len(ranks) == 1 else way) == "members":
-                        group = creation.by_members(name, ranks, epoch, waits, **options)
-                    else:
-                        # by_world returns this rank's groups in the order of ranks_of.
-                        group = created.pop(0)
+                for ranks, group, shares in self._created(label, ranks_of, everyone, kind, options):
                     pooled = PooledGroup(label, tuple(ranks), group, dims, shares)
                     # Before any other call: a failure in it destroys what is in this list.
                     self.groups.append(pooled)
@@ -277,22 +251,64 @@ class GroupPool:
                         of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
                 self._labels.append(label)
                 if _log.isEnabledFor(logging.DEBUG):
-                    self._log_groups(before.groups, way, begin)
+                    self._log_groups(before.groups, backend, begin)
         except BaseException as error:
             self._roll_back(before)
             # A Ctrl-C may come when torch has the group and this pool does not.
             in_pool = [pooled.group for pooled in self.groups]
-            named = creation.named_groups(ranks_of, epoch)
+            named = creation.named_groups(ranks_of, self.agreement.epoch)
             closing.abort(group for group in named if group not in in_pool)
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, ranks_of.values(), backend, error) from error
             raise
         return [pooled.group for pooled in self.groups[before.groups :]]
 
-    def _log_groups(self, first: int, way: str, begin: float) -> None:
+    def _created(
+        self,
+        label: str,
+        ranks_of: Mapping[str, Ranks],
+        everyone: Callable[[], Sequence[Ranks]],
+        kind: Kind | None,
+        options: dict[str, Any],
+    ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
+        """Yield this rank's groups of a label: ranks, group, and whose communicator it shares.
+
+        Those that share none are created, by whom the ranks have agreed on.
+        """
+        agreement = self.agreement
+        backend = options.get("backend")
+        # A rank may create a group of its own without the others.
+        way = creation.way_of(agreement, backend, dist.get_world_size())
+        way_alone = creation.way_of(agreement, backend, 1)
+        waits = self.policy.connect == "lazy"
+        of_this_rank: list[ProcessGroup] = []
+        if way != "members":
+            # Every rank leaves out the same groups, including those that it is not in.
+            missing = []
+            for ranks in everyone():
+                existing = self._existing(label, ranks, kind)
+                if existing is None and (len(ranks) > 1 or way_alone == way):
+                    missing.append(ranks)
+            of_this_rank = creation.by_world(way, label, missing, agreement.epoch, **options)
+        for name, ranks in ranks_of.items():
+            existing = self._existing(label, ranks, kind)
+            if existing is not None:
+                owner, owning_label = existing
+                shares = owning_label
+                if owner is not self:
+                    shares = f"{owning_label} of an earlier {owner.owner}"
+                yield ranks, owner._shared(ranks, owning_label), shares
+            elif (way_alone if len(ranks) == 1 else way) == "members":
+                group = creation.by_members(name, ranks, agreement.epoch, waits, **options)
+                yield ranks, group, None
+            else:
+                # by_world returns this rank's groups in the order of ranks_of.
+                yield ranks, of_this_rank.pop(0), None
+
+    def _log_groups(self, first: int, backend: str | None, begin: float) -> None:
         milliseconds = 1000 * (time.monotonic() - begin)
         for pooled in self.groups[first:]:
-            how = f"created by {way}"
+            how = f"created by {creation.way_of(self.agreement, backend, len(pooled.ranks))}"
             if pooled.shares is not None:
                 how = f"shares {pooled.shares}"
             _log.debug(

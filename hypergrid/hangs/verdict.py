@@ -144,7 +144,7 @@ class _Report:
             self._add_rank(cause.ranks[0])
 
     def sentence(self) -> str:
-        """What is wrong."""
+        """The sentence that says what is wrong."""
         text = self._verdict()
         text = text[0].upper() + text[1:]
         if not self.cause.doubt:
