@@ -160,7 +160,7 @@ def _is_offered(name: str, value: Any) -> bool:
         return False
     if isinstance(value, ModuleType):
         return False
-    home = type(value)
+    home: Any = type(value)
     others = _OF_OTHERS
     if inspect.isroutine(value) or inspect.isclass(value):
         home = value
