@@ -122,7 +122,7 @@ def _layout_shown(subject: PlannedJob, view: str | None, by: str | None) -> str:
 
     Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
     """
-    name = view or "decoder"
+    name = "decoder" if view is None else view
     if view is None and by is not None:
         larger = (other for other in _offered(subject) if subject.layouts[other].size_of(by) > 1)
         name = next(larger, name)

@@ -156,7 +156,7 @@ class GroupPool:
         lenders = []
         for pool in live_pools():
             is_whole = all(pooled.group in registered for pooled in pool.groups)
-            is_alike = pool.policy == self.policy and [*pool._ranks] == [*ranks]
+            is_alike = pool.policy == self.policy and pool._ranks == ranks
             if pool.lends and pool is not self and is_whole and is_alike and not pool.suspended:
                 lenders.append(pool)
         return sorted(lenders, key=lambda pool: pool.agreement.epoch)
