@@ -1,15 +1,12 @@
-"""Output of ``--report``: the groups of one rank, a line each, and how ranks lie on hosts."""
+"""Output of ``--report``: the groups of one rank, a line each."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import groupby
 
 import torch.distributed as dist
 
-from compat.hosts import hosts_of
 from compat.megatron.request import Request, in_words
 from compat.megatron.rows import PlannedRows, with_torchs_timeout
 from compat.state import ParallelState
@@ -35,7 +32,6 @@ def report(state: ParallelState) -> str:
     if request.helpers:
         lines.append(f"outside code has replaced {in_words(request.helpers)}")
     lines += of_torch.lacking()
-    lines += _on_hosts(planned_rows.plan.window.stop)
     lines = [f"hypergrid: {line}" for line in lines]
     return "\n".join([*lines, *_groups(planned_rows, pool)])
 
@@ -100,21 +96,3 @@ def _groups(planned_rows: PlannedRows, pool: GroupPool) -> Iterator[str]:
         if pooled.shares:
             line += f"  = {pooled.shares}"
         yield line
-
-
-def _on_hosts(world_size: int) -> Iterator[str]:
-    """A sentence if ranks are interleaved over hosts, and all ranks have reported their hosts."""
-    ranks = range(world_size)
-    hosts = hosts_of(ranks)
-    # The hosts a, b, a, b have two runs each, and a, a, b, b one.
-    runs_of_host = Counter(host for host, _ in groupby(hosts))
-    interleaved = [host for host, runs in runs_of_host.items() if runs > 1]
-    if not interleaved:
-        return
-    host = interleaved[0]
-    ranks_of_host = [rank for rank in ranks if hosts[rank] == host]
-    yield (
-        f"ranks are interleaved over hosts: {host} has ranks {few(ranks_of_host)}, so that groups "
-        f"of neighbouring ranks cross hosts. Start with srun --distribution=block, or a host file "
-        f"that lists each host once"
-    )

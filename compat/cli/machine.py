@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import hypergrid
 from compat.planned.job import JobError
 from compat.transformer_engine import process as te_process
 from hypergrid.messages import install_command
@@ -33,9 +34,8 @@ print("" if parallel_state is ours else "megatron.core.parallel_state is not our
 def examined() -> Iterator[tuple[str, str, str]]:
     """The state of this machine: (name, state, remedy); no remedy if all is well."""
     yield "python", f"{platform.python_version()} ({sys.executable})", ""
-    version = _installed("hypergrid-comm") or "not installed as a package"
     checkout = _checkout(Path(__file__).parents[2])
-    yield "hypergrid", f"{version}{checkout}", ""
+    yield "hypergrid", f"{hypergrid.__version__}{checkout}", ""
     yield from _torch()
     yield from _megatron()
     yield from _transformer_engine()
@@ -43,7 +43,6 @@ def examined() -> Iterator[tuple[str, str, str]]:
     for name, extra in (("PyYAML", "megatron"), ("matplotlib", "plot")):
         state = _installed(name)
         yield name, state or f"not installed; {install_command(extra)} if you need it", ""
-    yield from _ranks()
     for name, value in sorted(os.environ.items()):
         if name.startswith("HYPERGRID_") or name in ("TORCH_DIST_INIT_BARRIER", "WORLD_SIZE"):
             yield name, value, ""
@@ -146,7 +145,8 @@ def _megatron() -> Iterator[tuple[str, str, str]]:
     source = sources.imported_source()
     if source is not None and not _is_of_package(source.path):
         state = f"a checkout, {source.path.parents[2]}, which says {source.version or 'no version'}"
-    yield "megatron-core", f"{state}; compat speaks as {releases.in_words()}", ""
+    release = ".".join(map(str, releases.RELEASE))
+    yield "megatron-core", f"{state}; compat speaks as {release}", ""
     hiding_package = hiding()
     if hiding_package is not None:
         state = f"{hiding_package} has the same name"
@@ -218,45 +218,6 @@ def _resiliency() -> tuple[str, str, str]:
     except Exception as error:
         return name, f"{state}, and importing it fails: {error}", "Install what it asks for."
     return name, state, ""
-
-
-# By launcher: the variables of a rank, of its place on its host, and of how many the host has.
-_LAUNCHERS = {
-    "SLURM": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-    "torchrun": ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "OpenMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-}
-
-
-def _ranks() -> Iterator[tuple[str, str, str]]:
-    """Whether a launcher puts neighbouring ranks on different hosts; nothing outside of one."""
-    distribution = os.environ.get("SLURM_DISTRIBUTION", "").partition(":")[0]
-    has_hosts = os.environ.get("SLURM_NNODES", "1") != "1"
-    is_placed = bool(distribution) and has_hosts  # whether anything says where ranks are
-    why = ""  # they are interleaved
-    if has_hosts and distribution.startswith(("cyclic", "plane")):
-        why = f"SLURM_DISTRIBUTION={distribution}"
-    for launcher, names in _LAUNCHERS.items():
-        values = [os.environ.get(name, "") for name in names]
-        # SLURM_NTASKS_PER_NODE may be missing, or a list such as 8(x2).
-        if not all(value.isdecimal() and len(value) < 10 for value in values):
-            continue
-        rank, local_rank, local_size = map(int, values)
-        if local_size < 2:
-            continue
-        is_placed = True
-        # Block by block rank 9 of hosts of 8 is number 1 on its host.
-        if not why and rank % local_size != local_rank:
-            why = f"{launcher}'s rank {rank} is number {local_rank} of the {local_size} on its host"
-    if why:
-        yield (
-            "ranks",
-            f"interleaved over hosts ({why}): neighbouring ranks, which are the groups of tp, "
-            f"communicate over the network and not inside a host",
-            "srun --distribution=block, or a host file that lists each host once.",
-        )
-    elif is_placed:
-        yield "ranks", "consecutive on each host", ""
 
 
 def _checkout(home: Path) -> str:

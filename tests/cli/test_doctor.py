@@ -2,13 +2,12 @@
 
 import os
 import sys
-from unittest import mock
 
 import pytest
 
 from compat.cli import machine
 from tests.cli.test_cli import LINE, run
-from tests.support import ROOT, table
+from tests.support import ROOT
 
 
 def test_the_doctor_finds_this_machine_well():
@@ -82,13 +81,3 @@ def test_the_doctor_says_what_ends_processes_that_begin_again(
     (_, watchdog, remedy), _ = machine._nccl()
     assert bool(remedy) == warned
     assert watchdog == "0" or watchdog.startswith(f"{variable or 3}, not 0: NCCL's watchdog ends")
-
-
-@pytest.mark.parametrize(("variables", "verdict"), table("cli/doctor.txt"))
-def test_the_doctor_notices_interleaved_ranks(variables, verdict):
-    environment = dict(pair.split("=") for pair in variables.split())
-    with mock.patch.dict("os.environ", environment, clear=True):
-        lines = list(machine._ranks())
-    assert bool(lines) == (verdict != "nothing")
-    for _, text, remedy in lines:
-        assert text.startswith(verdict) and bool(remedy) == (verdict == "interleaved")

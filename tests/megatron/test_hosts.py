@@ -51,6 +51,12 @@ def test_nothing_is_said_where_tp_is_inside_hosts_or_no_host_could_hold_it(rank,
 
 
 @on_ranks(4)
+def test_the_name_of_a_host_prints_no_line_of_its_own(rank):
+    (sentence,), *_ = warned(rank, ["a\nhypergrid: all is well", "b"] * 2)
+    assert "a\\nhypergrid: all is well, b" in sentence and "\n" not in sentence
+
+
+@on_ranks(4)
 def test_the_first_rank_reads_all_hosts_in_two_messages_and_the_others_write_one(rank):
     counting = CountingStore(store())
     with mock.patch("compat.hosts.shared_store", lambda: counting):
