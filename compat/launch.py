@@ -28,7 +28,7 @@ environment variables, for launchers whose command line is fixed:
   HYPERGRID_REPORT=1           as --report       HYPERGRID_SHARE=all as --share all, and so on
   HYPERGRID_RECORD=DIR         every rank leaves there what `hypergrid diagnose` reads of a hang
   HYPERGRID_LOG=INFO           as --log INFO
-  HYPERGRID_AUDIT=DIR          as --audit DIR    HYPERGRID_SHADOW=1  as --shadow; =strict
+  HYPERGRID_AUDIT=DIR          as --audit DIR    HYPERGRID_SHADOW=1  as --shadow
   HYPERGRID_TIMEOUT=MINUTES    as --timeout MINUTES
   PYTHONPATH=$(python -m compat.launch --startup-path):$PYTHONPATH
                                swaps in every Python that starts, without this launcher
@@ -49,7 +49,6 @@ SWITCHES = {
     "no-swap": "run on megatron's own module",
     "report": "print one line per group at rank 0",
     "shadow": "run on megatron's own module, and compare its groups with those of hypergrid",
-    "shadow-strict": "as --shadow; a difference ends the job",
     "plan": "print the plan of the script's arguments, and end",
     "startup-path": "print the directory for PYTHONPATH and exit",
 }
@@ -116,8 +115,6 @@ def _installer(options: argparse.Namespace) -> Callable[[], None] | None:
         switched_off_by = "HYPERGRID_SWAP=0 in the environment"
     if options.shadow:
         os.environ[shadow.VARIABLE] = "1"
-    if options.shadow_strict:
-        os.environ[shadow.VARIABLE] = "strict"
     is_shadow = shadow.is_wanted()
     if is_shadow and switched_off_by:
         raise ValueError(

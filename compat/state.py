@@ -608,8 +608,8 @@ def make_current(state: ParallelState) -> None:
 def publish_into(names: Values) -> None:
     """Move the values of the current state into ``names``, the globals of a module.
 
-    If a module had them before, it was reloaded, or deleted and imported again: the state ends
-    without waiting for anybody, and a fresh one is current, as upstream's module begins anew.
+    If a module had them before, it was reloaded: the state ends without waiting for anybody, and a
+    fresh one is current, as upstream's module begins anew.
     """
     global _module_values
     if "__name__" in _module_values:

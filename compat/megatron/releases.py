@@ -32,24 +32,29 @@ _BRANCH: Version = (1_000, 0)  # for what branches have and no release
 
 # Names that not all releases have: functions, private globals, arguments. "function.argument" is
 # the argument of this function alone.
-_FIRST: dict[Version, str] = {  # ... and from which release on
-    (0, 15): """
+_NAMES: dict[Span, str] = {
+    (OLDEST, (0, 16)): "is_unitialized get_data_modulo_expert_parallel_group",
+    ((0, 15), NEWEST): """
         update_pg_timeout _global_process_group_list
         get_tensor_and_data_parallel_group.check_initialized
         get_intra_distributed_optimizer_instance_group.check_initialized
         get_inter_distributed_optimizer_instance_group.check_initialized
     """,
-    (0, 16): """
+    ((0, 16), (0, 16)): """
+        _GLOBAL_SYMMETRIC_MEMORY_BUFFER get_global_symmetric_memory_buffer
+        destroy_global_symmetric_memory_buffer _set_global_symmetric_memory_buffer
+    """,
+    ((0, 16), (0, 17)): """
+        create_all_gather_group independent_all_gather has_separate_all_gather_group
+        _DATA_PARALLEL_GROUP_WITH_CP_AG
+    """,
+    ((0, 16), NEWEST): """
         hybrid_context_parallel create_hybrid_dp_cp_groups get_hybrid_data_context_parallel_groups
         _HYBRID_DP_CP_GROUPS get_expert_model_parallel_src_rank _EXPERT_MODEL_PARALLEL_RANKS
-        create_all_gather_group independent_all_gather has_separate_all_gather_group
-        _DATA_PARALLEL_GROUP_WITH_CP_AG _GLOBAL_SYMMETRIC_MEMORY_BUFFER
-        get_global_symmetric_memory_buffer destroy_global_symmetric_memory_buffer
-        _set_global_symmetric_memory_buffer
     """,
-    (0, 17): "rank_offset local_world_size",
-    (0, 18): "create_all_gather_groups",
-    (0, 19): """
+    ((0, 17), NEWEST): "rank_offset local_world_size",
+    ((0, 18), NEWEST): "create_all_gather_groups",
+    ((0, 19), NEWEST): """
         gtp_remat_size expert_gtp_remat_size with_gtp_remat with_egtp_remat
         HyperCommGrid.register_view _inject_gtp_remat_axis
         get_gtp_weight_remat_group get_gtp_weight_remat_global_ranks
@@ -64,47 +69,14 @@ _FIRST: dict[Version, str] = {  # ... and from which release on
         _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
         _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
     """,
-    _BRANCH: """
+    (_BRANCH, NEWEST): """
         dynamic_context_parallel min_dynamic_context_parallel_size create_dynamic_dp_cp_groups
         get_dynamic_data_context_parallel_groups _DYNAMIC_DP_CP_GROUPS
     """,
 }
-_LAST: dict[Version, str] = {  # ... and up to which release
-    (0, 16): """
-        is_unitialized get_data_modulo_expert_parallel_group _GLOBAL_SYMMETRIC_MEMORY_BUFFER
-        get_global_symmetric_memory_buffer destroy_global_symmetric_memory_buffer
-        _set_global_symmetric_memory_buffer
-    """,
-    (0, 17): """
-        create_all_gather_group independent_all_gather has_separate_all_gather_group
-        _DATA_PARALLEL_GROUP_WITH_CP_AG
-    """,
-}
-
-
-def _by_name(table: dict[Version, str]) -> dict[str, Version]:
-    versions: dict[str, Version] = {}
-    for version, names in table.items():
-        versions.update(dict.fromkeys(names.split(), version))
-    return versions
-
-
 SPANS: dict[str, Span] = {}
-for _name, _release in _by_name(_FIRST).items():
-    SPANS[_name] = (_release, NEWEST)
-for _name, _release in _by_name(_LAST).items():
-    _first, _ = SPANS.get(_name, (OLDEST, NEWEST))
-    SPANS[_name] = (_first, _release)
-
-# Other behaviour of releases, by name; or the name above that comes and goes with it.
-FACTS: dict[str, Span | str] = {
-    # the expert-parallel group has torch's timeout and not the one asked for
-    "plain_ep": (OLDEST, (0, 15)),
-    # two more axes for weights, also in get_all_ranks() and RankGenerator
-    "gtp_remat": "gtp_remat_size",
-    # HyperCommGrid has views, which copy its shape and names; groups are created from the copies
-    "grid_views": "HyperCommGrid.register_view",
-}
+for _span, _text in _NAMES.items():
+    SPANS.update(dict.fromkeys(_text.split(), _span))
 
 ASKED = "HYPERGRID_MEGATRON_RELEASE"  # a release that is to be followed whatever is installed
 ALL = "HYPERGRID_ALL_RELEASES"  # keep the names and arguments of all releases ...
@@ -194,36 +166,18 @@ def has(name: str) -> bool:
 
 
 def facts() -> dict[str, bool]:
-    """Each of ``FACTS`` as it is in the release."""
-    facts = {}
-    for fact, name_or_span in FACTS.items():
-        if isinstance(name_or_span, str):
-            facts[fact] = present(name_or_span)
-        else:
-            facts[fact] = _is_in(name_or_span, RELEASE)
-    return facts
+    """Other behaviour, by name: whether the release has it."""
+    return {
+        # the expert-parallel group has torch's timeout and not the one asked for
+        "plain_ep": RELEASE <= (0, 15),
+        # two more axes for weights, also in get_all_ranks() and RankGenerator
+        "gtp_remat": present("gtp_remat_size"),
+        # HyperCommGrid has views, which copy its shape and names; groups are created from these
+        "grid_views": present("HyperCommGrid.register_view"),
+    }
 
 
 RELEASE_HAS = facts()
-
-
-def in_words() -> str:
-    """The release that is followed, and how the source that decides differs from it."""
-    words = f"{RELEASE[0]}.{RELEASE[1]}"
-    more: list[str] = []
-    fewer: list[str] = []
-    for name, span in SPANS.items():
-        if name.startswith("_") or present(name) == _is_in(span, RELEASE):
-            continue
-        if present(name):
-            more.append(name)
-        else:
-            fewer.append(name)
-    if more:
-        words += f", with {', '.join(more)}"
-    if fewer:
-        words += f", without {', '.join(fewer)}"
-    return words
 
 
 # Where the public functions are upstream's, and no others but `missing`.

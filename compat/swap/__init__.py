@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import import_module, reload
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -28,8 +28,6 @@ class _Finder(MetaPathFinder, Loader):
     the parent package, and nothing is loaded before it is imported.
     """
 
-    has_loaded_state = False  # whether our parallel_state was imported under megatron's name
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -41,11 +39,6 @@ class _Finder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(REPLACEMENTS[spec.name])
-        if spec.name.endswith("parallel_state"):
-            # Outside code has deleted it from sys.modules: upstream's would be a fresh one.
-            if self.has_loaded_state:
-                module = reload(module)
-            self.has_loaded_state = True
         import_module("compat.swap.drift").refuse_drift(spec.name)
         spec.loader_state = module.__spec__
         return module
@@ -73,9 +66,8 @@ def install() -> None:
     if stock_modules:
         raise RuntimeError(
             f"compat.install() comes too late: {', '.join(stock_modules)} is already imported, and "
-            f"{len(_importers())} modules of megatron may hold its functions. Call "
-            f"compat.install() before the first `import megatron`, or start the script with "
-            f"`python -m compat.launch SCRIPT`."
+            f"other modules may hold its functions. Call compat.install() before the first "
+            f"`import megatron`, or start the script with `python -m compat.launch SCRIPT`."
         )
     other = hiding()
     if other is not None:
@@ -90,57 +82,29 @@ def install() -> None:
         sys.meta_path.insert(0, _finder)
 
 
-def uninstall(*, forget_megatron: bool = False) -> None:
+def uninstall() -> None:
     """Undo ``install``: the next import of megatron gets its own modules.
 
-    With ``forget_megatron`` every loaded megatron module is removed from ``sys.modules``, so that
-    it is imported again; objects of the old modules still exist beside the new ones. Without it
-    raises RuntimeError if megatron was imported with our modules.
+    RuntimeError if megatron was imported with our modules.
     """
     has_our_modules = any(name in sys.modules for name in REPLACEMENTS) and not _stock_modules()
-    if has_our_modules and not forget_megatron:
+    if has_our_modules:
         raise RuntimeError(
-            f"megatron is already imported with hypergrid's parallel_state, in "
-            f"{len(_importers())} modules. Start a new process for stock, or pass "
-            f"forget_megatron=True to import megatron again in this one."
+            "megatron is already imported with hypergrid's parallel_state. Start a new process "
+            "for stock."
         )
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    _finder.has_loaded_state = False
-    if forget_megatron:
-        for name in [*_importers(), *REPLACEMENTS]:
-            sys.modules.pop(name, None)
-
-
-def is_installed() -> bool:
-    """Whether importing megatron imports our modules."""
-    return _finder in sys.meta_path
-
-
-def stray_bindings() -> list[str]:
-    """Names in loaded megatron modules that still mean megatron's own parallel_state."""
-    strays = []
-    for importer in _importers():
-        if importer in REPLACEMENTS:
-            continue
-        for name, value in list(vars(sys.modules[importer]).items()):
-            # Megatron's own module has its name, and so have the functions and classes in it.
-            attribute = "__name__" if isinstance(value, ModuleType) else "__module__"
-            if getattr(value, attribute, None) in REPLACEMENTS:
-                strays.append(f"{importer}.{name}")
-    return strays
 
 
 def hiding() -> Path | None:
     """Another package `compat` on ``sys.path``: it hides ours, or ours hides it."""
     our_package = Path(__file__).parents[1].resolve()
-    for folder in sys.path:
-        spec = PathFinder.find_spec("compat", [folder or "."])
-        # A namespace package, a folder without __init__.py, has no origin and hides nothing.
-        if spec is not None and spec.origin is not None:
-            file = Path(spec.origin).resolve()
-            if file.parent != our_package:
-                return file
+    for folder in map(Path, sys.path):
+        # A folder without __init__.py hides nothing.
+        for file in (folder / "compat.py", folder / "compat" / "__init__.py"):
+            if file.is_file() and file.resolve().parent != our_package:
+                return file.resolve()
     return None
 
 
@@ -161,7 +125,3 @@ def _stock_modules() -> list[str]:
         if name in sys.modules and sys.modules[name] is not sys.modules.get(replacement):
             names.append(name)
     return names
-
-
-def _importers() -> list[str]:
-    return [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]

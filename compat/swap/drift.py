@@ -1,12 +1,11 @@
 """What Megatron's own modules have and the modules of hypergrid that replace them lack.
 
-The swap, the shadow run, ``hypergrid doctor`` and ``release_diff`` ask here.
+The swap, the shadow run and ``hypergrid doctor`` ask here.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import re
 import sys
@@ -21,7 +20,6 @@ from compat.megatron import releases
 from compat.megatron.sources import Definition, imported_source
 from compat.swap import REPLACEMENTS
 
-_log = logging.getLogger("hypergrid.swap")
 _MISSING = object()
 # What upstream's module imports for itself and ours does not, as docs/differences.md says.
 _IMPORTED = {
@@ -47,17 +45,15 @@ def refuse_drift(module: str) -> list[str]:
     replacement = vars(import_module(REPLACEMENTS[module]))
     asides = dict.fromkeys(row.name for row in definitions if row.kind == "aside")
     not_taken_over = [aside for aside in asides if aside not in replacement]
-    if not_taken_over:
-        _log.info("%s of megatron's own %s are not taken over", ", ".join(not_taken_over), name)
     lacking = differences(definitions, replacement)
     if lacking:
+        number = ".".join(map(str, releases.RELEASE))
         text = (
             f"megatron's own {name} differs from hypergrid's, which follows megatron-core "
-            f"{releases.in_words()}: {'; '.join(lacking)}; read in "
+            f"{number}: {'; '.join(lacking)}; read in "
             f"{source.path.with_name(f'{name}.py')}."
         )
         if not os.environ.get(releases.ASKED):
-            number = ".".join(map(str, releases.RELEASE))
             raise RuntimeError(
                 f"{text} Use a hypergrid that knows this megatron; or, if your code uses none of "
                 f"that, set {releases.ASKED}={number}."
@@ -84,8 +80,7 @@ def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any
             value = inspect.getattr_static(replacement[owner], name, _MISSING)
         else:
             value = replacement.get(name, _MISSING)
-        # Our ``__getattr__`` answers no name: it only says which are similar.
-        if value is _MISSING or name == "__getattr__":
+        if value is _MISSING:
             sentences[f"{row.text} is unknown"] = None
             continue
         texts = [row.text]

@@ -61,8 +61,7 @@ _finder = _Finder()
 def install() -> None:
     """Compare in this process from the next import of ``megatron.core.parallel_state`` on. *Local*.
 
-    ``HYPERGRID_SHADOW=strict`` in the environment ends the job on a difference. RuntimeError if
-    that module is imported already.
+    RuntimeError if that module is imported already.
     """
     if _NAME in sys.modules:
         raise RuntimeError(

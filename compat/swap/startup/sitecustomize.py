@@ -20,16 +20,12 @@ def _end(sentence: str) -> None:
 def _swap() -> None:
     try:
         # From beside this file: sys.path may have other packages of these names, or none.
-        home = os.path.abspath(os.path.join(_directory, "..", "..", ".."))
-        for name in ("hypergrid", "compat"):
-            spec = PathFinder.find_spec(name, [home])
-            if spec is None or spec.loader is None:
-                raise ImportError(f"there is no package {name} in {home}")
-            sys.modules[name] = module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
+        sys.path.insert(0, os.path.abspath(os.path.join(_directory, "..", "..", "..")))
+        import hypergrid  # noqa: F401, order imports more of it when it is called
         from compat import swap
         from compat.swap import order, shadow
 
+        del sys.path[0]
         if shadow.is_wanted():
             shadow.install()
         else:
