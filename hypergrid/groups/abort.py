@@ -17,7 +17,7 @@ from hypergrid import of_torch
 from hypergrid.agreement import store
 from hypergrid.errors import AbortedError
 from hypergrid.groups import closing, gloo
-from hypergrid.groups.pool import DEFAULT, live_pools
+from hypergrid.groups.pool import DEFAULT, label_of, live_pools
 
 _log = logging.getLogger(__name__)
 # For code that holds what was built on groups: called when all of them are destroyed.
@@ -94,11 +94,11 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     labels = []  # of the groups that end
     name_of: dict[ProcessGroup, str] = {}
     for pool in pools:
-        for pooled in pool.groups:
+        for group, label in label_of(pool.groups).items():
             # In a forked child the groups of its parent are only forgotten.
-            if pooled.shares is None and pooled.group not in closing.inherited:
-                labels.append(pooled.label)
-                name_of[pooled.group] = pooled.label
+            if group not in closing.inherited:
+                labels.append(label)
+                name_of[group] = label
     if default and dist.is_initialized():
         gloo.note_default()
         default_group = of_torch.default_group()

@@ -503,12 +503,12 @@ class GroupPool:
         """Torch's groups of this pool, with their labels, but those that an awake pool uses."""
         registered = of_torch.registered_groups()
         awake = [pool for pool in self._others() if pool.suspended is None]
-        label_of: dict[ProcessGroup, str] = {}
+        labels: dict[ProcessGroup, str] = {}
         for pooled in self.groups:
             is_used = any(pool._uses(pooled.group) for pool in awake)
             if pooled.shares != DEFAULT and pooled.group in registered and not is_used:
-                label_of.setdefault(pooled.group, pooled.label)
-        return label_of
+                labels.setdefault(pooled.group, pooled.label)
+        return labels
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
         before = self.groups
@@ -551,39 +551,39 @@ class GroupPool:
                 return
 
     def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
-        label_of = _label_of(leaving)
-        if not closing.inherited.isdisjoint(label_of):
+        labels = label_of(leaving)
+        if not closing.inherited.isdisjoint(labels):
             abort = True  # the groups are those of the parent process: they are only forgotten
         if abort:  # else gloo waits for its operations in progress when it destroys the group
-            gloo.shut(label_of)
+            gloo.shut(labels)
         functions = before_closing if leaving else ()
         for function in functions:
             try:
-                function([*label_of], abort)
+                function([*labels], abort)
             except Exception as error:
                 _warn(f"{shown(function)} raised while groups are destroyed: {in_words(error)}")
         begin = time.monotonic()
-        reasons = closing.abort(label_of) if abort else closing.close(label_of)
+        reasons = closing.abort(labels) if abort else closing.close(labels)
         _log.info(
             "%s %d groups of %s in %.3f s",
             "aborted" if abort else "destroyed",
-            len(label_of),
+            len(labels),
             self.owner,
             time.monotonic() - begin,
         )
         for group, reason in reasons.items():
-            _warn(f"rank {dist.get_rank()} could not destroy {label_of[group]}: {reason}")
+            _warn(f"rank {dist.get_rank()} could not destroy {labels[group]}: {reason}")
 
 
-def _label_of(groups: Sequence[PooledGroup]) -> dict[ProcessGroup, str]:
+def label_of(groups: Sequence[PooledGroup]) -> dict[ProcessGroup, str]:
     """Torch's groups among these, each once, with the label that it was created for."""
     registered = of_torch.registered_groups()
-    label_of = {}
+    labels = {}
     for pooled in groups:
         # Outside code may have destroyed a group, or returned another object for it.
         if pooled.shares is None and pooled.group in registered:
-            label_of[pooled.group] = pooled.label
-    return label_of
+            labels[pooled.group] = pooled.label
+    return labels
 
 
 def _forget_locals(error: BaseException | None) -> None:

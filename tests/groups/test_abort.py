@@ -391,3 +391,14 @@ def test_all_that_is_left_of_many_lives_is_what_one_leaves(rank):
 
 def test_without_torchs_default_group_there_is_nothing_to_abort():
     assert hypergrid.abort(default=True) == ((), 0)
+
+
+@on_ranks(2)
+def test_groups_that_torch_has_destroyed_are_none_that_an_abort_ends(rank):
+    default = dist.group.WORLD
+    grid = HyperCommGrid([2], ["dp"])
+    grid.create_pg("dp")
+    dist.barrier()
+    dist.destroy_process_group(grid.get_pg("dp"))
+    assert hypergrid.abort() == ((), 0)
+    assert dist.group.WORLD is default
