@@ -161,7 +161,7 @@ def _create(
         dims=row.dims,
         kind=row.kind,
         backend=row.backend,
-        timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
+        timeout=row.timeout,
         pg_options=pg_options,
     )
     for group, (name, ranks) in zip(groups, ranks_by_name.items(), strict=True):

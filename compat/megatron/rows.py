@@ -195,7 +195,7 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
         dims=tuple(row.dims.split("-")),
         pick=row.pick,
         backend=backend,
-        timeout=request.timeout.total_seconds(),
+        timeout=request.timeout,
         options=options,
         traffic=row.traffic,
         separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
