@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from compat.hosts import hosts_of
+from compat.megatron.hosts import hosts_of
 from compat.megatron.request import Request, in_words
 from compat.megatron.rows import PlannedRows, with_torchs_timeout
 from compat.state import ParallelState

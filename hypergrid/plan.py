@@ -199,7 +199,7 @@ class GroupPlan:
                 yield row, ranks
 
     def to_json(self) -> str:
-        """The plan as JSON, timeouts in seconds: ``{"schema": 1, "layouts": {...}, "rows": [...]}``."""
+        """The plan as JSON: ``{"schema": 1, "layouts": {...}, "rows": [...]}``."""
         layouts: dict[str, dict[str, Any]] = {}
         for name, layout in self.layouts.items():
             layouts[name] = {"dims": layout.dims, "sizes": layout.sizes, "offset": layout.offset}
