@@ -35,7 +35,7 @@ from compat.megatron.getters import (
     answering,
     bind_getters_to,
 )
-from compat.megatron.releases import ALL, RELEASE, RELEASE_HAS, has
+from compat.megatron.releases import ASKED, RELEASE, RELEASE_HAS, has
 from compat.megatron.request import Request, replaced_functions
 from compat.megatron.rows import PlannedRows, aliases
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
@@ -560,7 +560,7 @@ def request_of(arguments: dict[str, Any]) -> Request:
         if not has(name) and name not in ("rank_offset", "local_world_size"):
             raise TypeError(
                 f"{name} is no argument of megatron-core {RELEASE[0]}.{RELEASE[1]}, which is "
-                f"followed here. Leave it out, or set {ALL}=1 to have those of all releases."
+                f"followed here. Leave it out, or set {ASKED} to a release that has it."
             )
     arguments["order"], source = outermost("order", arguments.get("order", Request.order))
     return Request(**arguments, helpers=helpers, order_source=source)
