@@ -22,6 +22,14 @@ FAST = (
     *("transformer_engine/test_transformer_engine.py", "scripts/test_torch_lines.py"),
 )
 IN_PROCESS_OF = "HYPERGRID_TESTS_OF_RELEASE"  # the release whose own process this is
+# Files whose tests wait most of the time, for ranks that do not come or have ended.
+WAITING = (
+    *("agreement/test_agreement.py", "agreement/test_waits.py"),
+    *("groups/test_abort.py", "groups/test_gloo.py"),
+    *(f"hangs/test_{each}.py" for each in ("hangs", "own_hangs", "record")),
+    *(f"megatron/test_{each}.py" for each in ("faults", "hanging_gpt", "timeouts", "torchrun")),
+    "resiliency/test_resiliency.py",
+)
 # Files of minutes.
 LONGEST = ("swap/test_shadow.py", "verification/test_verify.py", "megatron/test_training.py")
 
@@ -60,6 +68,13 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With ``-m waits`` each process imports the files that wait alone."""
+    if collection_path.suffix == ".py" and config.option.markexpr.startswith("waits"):
+        return collection_path not in [ROOT / "tests" / each for each in WAITING]
+    return None
+
+
 def pytest_collection_modifyitems(items):
     if release := os.environ.get(IN_PROCESS_OF):
         items[:] = [item for item in items if release_of(item) == release]
@@ -67,6 +82,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not any(item.path.is_relative_to(each) for each in fast):
             item.add_marker(pytest.mark.slow)
+        if item.path in [ROOT / "tests" / each for each in WAITING]:
+            item.add_marker(pytest.mark.waits)
     # The longest files first and short ones last, so that no worker is left alone with a long one.
     first = [ROOT / "tests" / each for each in LONGEST]
     items.sort(key=lambda item: (item.path not in first, not item.get_closest_marker("slow")))
