@@ -159,7 +159,7 @@ def _plan_alone() -> None:
     from compat.megatron.rows import PlannedRows
     from compat.state import ParallelState
 
-    def initialize(self: ParallelState, planned: PlannedRows) -> NoReturn:
+    def initialize(self: ParallelState, planned: PlannedRows, **_: bool) -> NoReturn:
         if dist.get_rank() == planned.request.rank_offset:
             plan = json.loads(planned.plan.to_json())
             plan["megatron"] = ".".join(map(str, RELEASE))
@@ -169,7 +169,7 @@ def _plan_alone() -> None:
             print(json.dumps(plan), flush=True)
         raise SystemExit
 
-    ParallelState.initialize = initialize  # type: ignore[method-assign]
+    ParallelState.initialize = initialize  # type: ignore[assignment, method-assign]
 
 
 def _run(script: str, args: list[str], module: bool, install: Callable[[], None] | None) -> None:

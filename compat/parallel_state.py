@@ -20,8 +20,6 @@ import torch as torch  # outside code reaches it, and `logger`, through upstream
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.hosts import tell_host, warn_of_tp_across_hosts
-from compat.megatron.build import environment_restored_on_failure
 from compat.megatron.communicators import get_nccl_options as get_nccl_options
 from compat.megatron.communicators import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
 from compat.megatron.getters.groups import *  # noqa: F403
@@ -32,6 +30,7 @@ from compat.megatron.helpers import create_dynamic_dp_cp_groups as create_dynami
 from compat.megatron.helpers import create_group as create_group
 from compat.megatron.helpers import create_hierarchical_groups as create_hierarchical_groups
 from compat.megatron.helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
+from compat.megatron.hosts import reports, warn_of_tp_across_hosts
 from compat.megatron.rank_generator import RankGenerator as RankGenerator
 from compat.megatron.rank_generator import default_embedding_ranks as default_embedding_ranks
 from compat.megatron.rank_generator import (
@@ -193,47 +192,35 @@ def initialize_model_parallel(
         init_count=next(init_counts),
         helpers=helpers,
     )
-    planned = PlannedRows(request)  # the groups to create: planned when first read, below
-    before = current()
     with request.telling_others():
-        request.check()
+        planned = PlannedRows(request)
+        before = current()
         if before.is_in_use:
             raise AssertionError(
                 f"model parallel groups are already initialized: {before!r}. Call "
                 f"destroy_model_parallel() first."
             )
-        _ = planned.plan  # refuses too, and inside here the other ranks are told
         if before._GLOBAL_MEMORY_BUFFER is not None and "_set_global_memory_buffer" not in helpers:
             raise AssertionError(
                 "there is a global memory buffer already, which initialize_model_parallel() makes: "
                 "call destroy_global_memory_buffer() first."
             )
     state = ParallelState()
-    state.take_over(before)  # numbers that setters have written stay
-    with environment_restored_on_failure():
-        try:
-            make_current(state)  # functions that outside code has replaced may ask for it
-            reports = os.environ.get("HYPERGRID_REPORT", "0") != "0"
-            # The ranks of a pretended world have no hosts, and perhaps no store.
-            has_hosts = request.pretended_world is None
-            splits_tensors = has_hosts and request.decoder.dim_size("tp") > 1
-            if has_hosts and (reports or splits_tensors):
-                tell_host()
-            state.initialize(planned)
-            warn_of_a_second_state()
-            is_first = dist.get_rank() == request.rank_offset
-            if splits_tensors and is_first:
-                warn_of_tp_across_hosts(request)
-            if reports and is_first:
+    try:
+        state.initialize(planned, becomes_current=True)
+        warn_of_a_second_state()
+        if dist.get_rank() == request.rank_offset:
+            warn_of_tp_across_hosts(request)
+            if reports():
                 from compat.report import report  # here: few jobs ask for it
 
                 print(report(state), flush=True)
-            if before.grid is not None:  # outside code has emptied its globals
-                before.grid.destroy()
-        except BaseException:
-            make_current(before)
-            state.destroy(abort=True)
-            raise
+        if before.grid is not None:  # outside code has emptied its globals
+            before.grid.destroy()
+    except BaseException:
+        make_current(before)
+        state.destroy(abort=True)
+        raise
 
 
 @as_released

@@ -35,7 +35,7 @@ from compat.megatron.getters import (
     answering,
     bind_getters_to,
 )
-from compat.megatron.releases import ALL, RELEASE, RELEASE_HAS, has
+from compat.megatron.releases import ASKED, RELEASE, RELEASE_HAS, has
 from compat.megatron.request import Request, replaced_functions
 from compat.megatron.rows import PlannedRows, aliases
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
@@ -46,7 +46,8 @@ from hypergrid.groups.abort import after_abort
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool, before_closing, live_pools, stop_lending
 from hypergrid.groups.suspension import Suspended
-from hypergrid.messages import shown, span_of
+from hypergrid.layout import span_of
+from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
 from hypergrid.policy import outermost
 
@@ -199,23 +200,20 @@ class ParallelState:
         As ``compat.parallel_state.initialize_model_parallel``.
         """
         request = request_of(arguments)
-        planned = PlannedRows(request)
         with request.telling_others():
-            request.check()
-            _ = planned.plan
+            planned = PlannedRows(request)
         state = cls(name)
-        with environment_restored_on_failure():
-            state.initialize(planned)
+        state.initialize(planned)
         return state
 
-    def initialize(self, planned: PlannedRows) -> None:
-        """Build the groups of a request that was checked and planned, in this fresh state.
+    def initialize(self, planned: PlannedRows, becomes_current: bool = False) -> None:
+        """Build the planned groups in this fresh state, which then may become the current one.
 
         *Collective* and all or nothing, as ``create``.
         """
         request = planned.request
-        with abortable():
-            values = empty_values(request)
+        values = empty_values(request)
+        with abortable(), environment_restored_on_failure():
             grid = build(planned, values)
             try:
                 self.name = self.name or f"state {next(_state_numbers)}"
@@ -225,8 +223,13 @@ class ParallelState:
                 self.is_destroyed = False
                 if grid.pool is None:
                     values["_absence"] = self._outside_in_words(planned)
+                if becomes_current:
+                    # Numbers that setters have written stay, as upstream's do.
+                    self._put({slot: getattr(_current, slot) for slot in TAKEN_OVER})
                 self.take_values(values, request)
-                if self is not _current:
+                if becomes_current:
+                    make_current(self)
+                else:
                     self._bind()  # now, since torch.compile cannot trace it in a method
                 set_buffer = request.helpers.get("_set_global_memory_buffer")
                 if set_buffer is None:
@@ -291,10 +294,6 @@ class ParallelState:
             place = f"{layout.trimmed.coordinate(rank)}"
         suspended = ", suspended" if self._is_suspended else ""
         return f"ParallelState(rank {rank} at {place} of {layout!r}{suspended})"
-
-    def take_over(self, before: ParallelState) -> None:
-        """Keep what was written before initialisation and is no group's, as upstream does."""
-        self._put({slot: getattr(before, slot) for slot in TAKEN_OVER})
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
@@ -561,7 +560,7 @@ def request_of(arguments: dict[str, Any]) -> Request:
         if not has(name) and name not in ("rank_offset", "local_world_size"):
             raise TypeError(
                 f"{name} is no argument of megatron-core {RELEASE[0]}.{RELEASE[1]}, which is "
-                f"followed here. Leave it out, or set {ALL}=1 to have those of all releases."
+                f"followed here. Leave it out, or set {ASKED} to a release that has it."
             )
     arguments["order"], source = outermost("order", arguments.get("order", Request.order))
     return Request(**arguments, helpers=helpers, order_source=source)

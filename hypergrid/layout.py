@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -327,3 +327,20 @@ def whole(value: Any, title: str) -> int:
     except TypeError:
         pass
     raise LayoutError(f"{title} must be whole numbers, got {shown(value)}.")
+
+
+def span_of(ranks: Sequence[int]) -> str:
+    """Ascending ranks as runs: "0..3,8"."""
+    if isinstance(ranks, range):
+        return f"{ranks.start}..{ranks.stop - 1}"
+    # The ranks 0, 1, 2, 3, 8 are the runs [0, 3] and [8].
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = []
+    for run in runs:
+        texts.append("..".join(map(str, run)))
+    return ",".join(texts)

@@ -93,20 +93,3 @@ def few(ranks: Sequence[object]) -> str:
 def some_of(which: Sequence[int], ranks: Sequence[int]) -> str:
     """How many of how many, and the first ten."""
     return f"{len(which)} of {len(ranks)} ranks ({few(which)})"
-
-
-def span_of(ranks: Sequence[int]) -> str:
-    """Ascending ranks as runs: "0..3,8"."""
-    if isinstance(ranks, range):
-        return f"{ranks.start}..{ranks.stop - 1}"
-    # The ranks 0, 1, 2, 3, 8 are the runs [0, 3] and [8].
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    texts = []
-    for run in runs:
-        texts.append("..".join(map(str, run)))
-    return ",".join(texts)

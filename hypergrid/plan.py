@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
@@ -44,8 +45,8 @@ class GroupRow:
         The groups themselves, where a caller's function chose them. They may overlap.
     backend : str, optional
         None means the backend of the default group.
-    timeout : float, optional
-        Seconds; None means torch's default for the backend.
+    timeout : timedelta, optional
+        None means torch's default for the backend.
     options : tuple of (key, value), optional
         Communicator options, as plain data; None leaves them to torch.
     traffic : str
@@ -62,7 +63,7 @@ class GroupRow:
     pick: Literal["all", "ends", "first"] = "all"
     explicit: tuple[Ranks, ...] | None = None
     backend: str | None = None
-    timeout: float | None = None
+    timeout: timedelta | None = None
     options: tuple[tuple[str, Plain], ...] | None = None
     traffic: str = ""
     separate: bool = False
@@ -211,6 +212,8 @@ class GroupPlan:
                 # A field with its default is left out, but for the dims of a group of one rank.
                 if row_field.name == "dims" or value != getattr(default_row, row_field.name):
                     values[row_field.name] = value
+            if row.timeout is not None:
+                values["timeout"] = row.timeout.total_seconds()
             rows.append(values)
         return json.dumps({"schema": SCHEMA, "layouts": layouts, "rows": rows})
 
@@ -235,7 +238,7 @@ class GroupPlan:
         layouts = {}
         for name, layout in saved.layouts.items():
             layouts[name] = RankLayout(layout.dims, layout.sizes, layout.offset)
-        return cls(layouts, saved.rows)
+        return cls(layouts, saved.group_rows)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly when their plans are."""
@@ -251,10 +254,26 @@ class _Layout:
     offset: int = 0
 
 
+@dataclass(frozen=True)
+class _Row(GroupRow):
+    """A row as ``to_json`` writes it."""
+
+    timeout: float | None = None  # type: ignore[assignment]  # seconds
+
+
 @dataclass
 class _Saved:
     """The data that ``to_json`` writes."""
 
     schema: int | None = None
     layouts: dict[str, _Layout] = field(default_factory=dict)
-    rows: tuple[GroupRow, ...] = ()
+    rows: tuple[_Row, ...] = ()
+
+    def __post_init__(self) -> None:
+        rows = []
+        for row in self.rows:
+            timeout = None
+            if row.timeout is not None:
+                timeout = timedelta(seconds=row.timeout)
+            rows.append(GroupRow(**{**vars(row), "timeout": timeout}))
+        self.group_rows = tuple(rows)

@@ -118,7 +118,7 @@ class Kind(NamedTuple):
     """The fields, besides the ranks, that are equal where two names use one communicator."""
 
     backend: str | None
-    timeout: float | None
+    timeout: timedelta | None
     options: tuple[tuple[str, Any], ...] | None
     traffic: str = ""
     only: str = ""  # the label, where it shares with the same label of another state only

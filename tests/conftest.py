@@ -1,17 +1,13 @@
 """Shared by all tests: which are slow, and a world in this process."""
 
+import functools
 import os
 
 import hypothesis
 import pytest
 import torch.distributed as dist
 
-# This process has the arguments of all releases; those that tests start follow one.
-os.environ["HYPERGRID_ALL_RELEASES"] = "1"
-import compat.megatron.releases  # noqa: F401
 from tests.support import ROOT
-
-del os.environ["HYPERGRID_ALL_RELEASES"]
 
 hypothesis.settings.register_profile("hypergrid", deadline=None)  # machines may be busy
 hypothesis.settings.load_profile("hypergrid")
@@ -25,15 +21,69 @@ FAST = (
     *("megatron/test_job.py", "megatron/test_hyper_comm_grid.py"),
     *("transformer_engine/test_transformer_engine.py", "scripts/test_torch_lines.py"),
 )
+IN_PROCESS_OF = "HYPERGRID_TESTS_OF_RELEASE"  # the release whose own process this is
+# Files whose tests wait most of the time, for ranks that do not come or have ended.
+WAITING = (
+    *("agreement/test_agreement.py", "agreement/test_waits.py"),
+    *("groups/test_abort.py", "groups/test_gloo.py"),
+    *(f"hangs/test_{each}.py" for each in ("hangs", "own_hangs", "record")),
+    *(f"megatron/test_{each}.py" for each in ("faults", "hanging_gpt", "timeouts", "torchrun")),
+    "resiliency/test_resiliency.py",
+)
 # Files of minutes.
 LONGEST = ("swap/test_shadow.py", "verification/test_verify.py", "megatron/test_training.py")
 
 
+def release_of(item):
+    """The release in whose own process a test runs: ``@pytest.mark.release("0.19.2")``."""
+    marker = item.get_closest_marker("release")
+    return marker.args[0] if marker else ""
+
+
+@functools.cache
+def run_in_process_of(release, file):
+    """Run all tests of a file that run in this release's own process; what pytest printed."""
+    from tests.support import stock, warm
+
+    environment = {stock.ASKED: release}
+    if release not in stock.PUBLISHED:
+        if not stock.have_stock(release):
+            pytest.skip(f"run scripts/fetch_megatron {release}")
+        environment = stock.following(release)
+    options = ("-rA", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist")
+    environment[IN_PROCESS_OF] = release
+    return warm.run("-m", "pytest", *options, file, timeout=300, **environment).stdout
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    from compat.megatron.releases import RELEASE
+
+    release = release_of(pyfuncitem)
+    is_followed = release.startswith("{}.{}.".format(*RELEASE))
+    if not release or is_followed or os.environ.get(IN_PROCESS_OF):
+        return None
+    printed = run_in_process_of(release, str(pyfuncitem.path))
+    if f"PASSED {pyfuncitem.nodeid}\n" not in printed:
+        pytest.fail(f"in the process of {release}:\n{printed}", pytrace=False)
+    return True
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With ``-m waits`` each process imports the files that wait alone."""
+    if collection_path.suffix == ".py" and config.option.markexpr.startswith("waits"):
+        return collection_path not in [ROOT / "tests" / each for each in WAITING]
+    return None
+
+
 def pytest_collection_modifyitems(items):
+    if release := os.environ.get(IN_PROCESS_OF):
+        items[:] = [item for item in items if release_of(item) == release]
     fast = [ROOT / "tests" / each for each in FAST]
     for item in items:
         if not any(item.path.is_relative_to(each) for each in fast):
             item.add_marker(pytest.mark.slow)
+        if item.path in [ROOT / "tests" / each for each in WAITING]:
+            item.add_marker(pytest.mark.waits)
     # The longest files first and short ones last, so that no worker is left alone with a long one.
     first = [ROOT / "tests" / each for each in LONGEST]
     items.sort(key=lambda item: (item.path not in first, not item.get_closest_marker("slow")))

@@ -32,7 +32,7 @@ ORDERS = {
         ("swap",),
         ("planned", "verification"),
         ("",),  # compat/__init__ itself
-        ("state", "hyper_comm_grid", "hosts"),
+        ("state", "hyper_comm_grid"),
         (
             "collection",
             "report",

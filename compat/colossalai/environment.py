@@ -17,8 +17,8 @@ from hypergrid import of_torch
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.layout import RankLayout
-from hypergrid.messages import shown, span_of
+from hypergrid.layout import RankLayout, span_of
+from hypergrid.messages import shown
 from hypergrid.plan import Ranks
 
 

@@ -16,13 +16,13 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron import calls, communicators
 from compat.megatron import helpers as group_helpers
+from compat.megatron.hosts import tell_host
 from compat.megatron.request import Request, creates, in_words, replaced_functions
 from compat.megatron.rows import PlannedRow, PlannedRows, aliases, rows_of
 from compat.megatron.table import AT_HAND, ROWS, Row, slots
 from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import RankLayout
-from hypergrid.plan import GroupRow
 from hypergrid.policy import Agreement
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
@@ -43,42 +43,52 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     ``values["_numbers"]`` the group's ``(1, 2)``: rank 3 is at place 1 of 2.
     """
     request = planned_rows.request
-    # First: errors of the options must be raised before a group exists.
-    with request.telling_others():
-        pg_options = options_of_rows(planned_rows)
+    pg_options: list[Any] = [None] * len(planned_rows.rows)
+    if _takes_options(request):
+        with request.telling_others():  # their errors must be raised before a group exists
+            pg_options = options_of_rows(planned_rows)
     prepare_environment(request)
-    grid = grid_over(request)
     if request.pretended_world is not None:
         _warn_of_pretended_ranks(request.pretended_world)
     if dist.get_rank() not in planned_rows.participants:
-        return grid
+        return _grid_over(planned_rows, values)
     owner = f"ParallelState over {request.decoder!r}"
     if request.helpers:
         owner += f", with {in_words(request.helpers)} replaced"
-    pool = grid.begin(request.policy, owner)
+    pool = GroupPool(request.policy, owner)
+    # The ranks of a pretended world are not there to agree.
+    commit: AbstractContextManager[None] = nullcontext()
+    if request.pretended_world is None:
+        commit = pool.two_phase_commit(
+            planned_rows.participants,
+            planned_rows.proposal(),
+            request.timeout,
+            request.init_count,
+            one_device=not request.calls_helpers,
+            call="initialize_model_parallel",
+        )
     try:
-        with _commit_of(planned_rows, pool):
+        with commit:
             _check_window(planned_rows, pool.agreement)
-            fill(values, planned_rows, pg_options, pool, grid)
-        _hold_instances(planned_rows, grid, values)
-        _barrier_on_each(request, values)  # when all ranks have all groups
+            fill(values, planned_rows, pg_options, pool)
+            tell_host(request)  # others read it when all ranks have all groups
+        _barrier_on_each(request, values)
+        return _grid_over(planned_rows, values, pool)
     except BaseException:
-        grid.destroy(abort=True)
+        pool.destroy(abort=True)
         values.clear()  # the error's traceback holds them
         raise
-    return grid
 
 
-def _through_helpers(request: Request) -> bool:
-    """Whether outside code takes part in creating groups, or says that absent ranks are there."""
-    return request.pretended_world is not None or creates(request.helpers)
+def _takes_options(request: Request) -> bool:
+    # Helpers ask for the options themselves.
+    has_options = request.nccl_configs or "get_nccl_options" in request.helpers
+    return bool(has_options) and not request.calls_helpers
 
 
 def options_of_rows(planned_rows: PlannedRows) -> list[Any]:
-    """The communicator options of each row; all None where helpers are called, which ask again."""
-    request = planned_rows.request
-    has_options = request.nccl_configs or "get_nccl_options" in request.helpers
-    if _through_helpers(request) or not has_options:
+    """The communicator options of each row."""
+    if not _takes_options(planned_rows.request):
         return [None] * len(planned_rows.rows)
     return [_options(planned_rows, planned) for planned in planned_rows.rows]
 
@@ -95,7 +105,6 @@ def fill(
     planned_rows: PlannedRows,
     pg_options: Sequence[Any],
     pool: GroupPool,
-    grid: HyperCommGrid,
 ) -> None:
     """Create this rank's groups in ``pool``, and put them into ``values``, as ``build`` says.
 
@@ -103,36 +112,20 @@ def fill(
     request's participants.
     """
     values["_global_process_group_list"] = [None]  # the default group
-    if _through_helpers(planned_rows.request):
+    if planned_rows.request.calls_helpers:
         _call_helpers(planned_rows, values, pool)
     else:
         for planned, options in zip(planned_rows.rows, pg_options, strict=True):
             with _sharp([planned], planned_rows, values):
-                _create(pool, grid, planned_rows, planned, options, values)
+                _create(pool, planned_rows, planned, options, values)
     _assign_aliases(planned_rows.request, values)
-
-
-def _commit_of(planned_rows: PlannedRows, pool: GroupPool) -> AbstractContextManager[None]:
-    """The two-phase commit in which the groups are created."""
-    request = planned_rows.request
-    # The ranks of a pretended world are not there to agree.
-    if request.pretended_world is not None:
-        return nullcontext()
-    return pool.two_phase_commit(
-        planned_rows.participants,
-        planned_rows.proposal(),
-        request.timeout,
-        request.init_count,
-        one_device=not _through_helpers(request),
-        call="initialize_model_parallel",
-    )
 
 
 def _check_window(planned_rows: PlannedRows, agreement: Agreement) -> None:
     """Refuse a window that is a part of the world, where members alone cannot create."""
     world = dist.get_world_size()
     window = len(planned_rows.participants)
-    if agreement.way != "members" and window < world:
+    if window < world and agreement.way != "members":
         raise RuntimeError(
             f"a window of {window} of {world} ranks is only possible where the members of a group "
             f"create it alone; here every rank must take part: "
@@ -142,7 +135,6 @@ def _check_window(planned_rows: PlannedRows, agreement: Agreement) -> None:
 
 def _create(
     pool: GroupPool,
-    grid: HyperCommGrid,
     planned_rows: PlannedRows,
     planned: PlannedRow,
     pg_options: Any,
@@ -161,7 +153,7 @@ def _create(
         dims=row.dims,
         kind=row.kind,
         backend=row.backend,
-        timeout=None if row.timeout is None else timedelta(seconds=row.timeout),
+        timeout=row.timeout,
         pg_options=pg_options,
     )
     for group, (name, ranks) in zip(groups, ranks_by_name.items(), strict=True):
@@ -177,8 +169,6 @@ def _create(
             values["_numbers"][group] = place_and_size
             if planned.slot in AT_HAND:
                 values[AT_HAND[planned.slot]] = (values[planned.slot], *place_and_size)
-        if row.chunk is None and row.pick == "all" and row.explicit is None:
-            _hold(grid, row, group)
 
 
 def _warn_of_pretended_ranks(count: int) -> None:
@@ -190,7 +180,11 @@ def _warn_of_pretended_ranks(count: int) -> None:
     )
 
 
-def grid_over(request: Request) -> HyperCommGrid:
+def _grid_over(
+    planned_rows: PlannedRows, values: Values, pool: GroupPool | None = None
+) -> HyperCommGrid:
+    """The grid of the window, which answers with the groups that were created over its dims."""
+    request = planned_rows.request
     # The other layouts are views; same pipelines share their groups.
     stride = request.decoder.stride("pp")
     views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
@@ -201,7 +195,13 @@ def grid_over(request: Request) -> HyperCommGrid:
         if layout.stride("pp") == stride:
             shared_dims = ("pp",)
         views[name] = (layout, shared_dims)
-    return HyperCommGrid.over(request.decoder, views)
+    grid = HyperCommGrid.over(request.decoder, views)
+    if pool is not None:
+        grid.keep(pool)
+        if not request.calls_helpers:
+            _hold(grid, planned_rows, pool)
+        _hold_instances(planned_rows, grid, values)
+    return grid
 
 
 def _assign_aliases(request: Request, values: Values) -> None:
@@ -269,16 +269,22 @@ def build_extra(
     return own_group
 
 
-def _hold(grid: HyperCommGrid, row: GroupRow, group: ProcessGroup) -> None:
-    """Let the grid answer with ``group``, also for its dims without a gtp_remat of size 1."""
-    view = BASE if row.layout == DECODER else row.layout
-    layout = grid.views[view]
-    grid.hold(row.dims, group, view=view)
-    dims = list(row.dims)
-    if "gtp_remat" in dims and layout.dim_size("gtp_remat") == 1:
-        dims.remove("gtp_remat")
-    if dims:
-        grid.hold(dims, group, view=view)
+def _hold(grid: HyperCommGrid, planned_rows: PlannedRows, pool: GroupPool) -> None:
+    """Let the grid answer with the groups, also for their dims without a gtp_remat of size 1."""
+    group_of = {pooled.label: pooled.group for pooled in pool.groups}
+    for planned in planned_rows.rows:
+        row = planned.plan_row
+        is_over_dims = row.chunk is None and row.pick == "all" and row.explicit is None
+        if row.label not in group_of or not is_over_dims:
+            continue
+        group = group_of[row.label]
+        view = BASE if row.layout == DECODER else row.layout
+        grid.hold(row.dims, group, view=view)
+        dims = list(row.dims)
+        if "gtp_remat" in dims and grid.views[view].dim_size("gtp_remat") == 1:
+            dims.remove("gtp_remat")
+        if dims:
+            grid.hold(dims, group, view=view)
 
 
 def _hold_instances(planned_rows: PlannedRows, grid: HyperCommGrid, values: Values) -> None:
@@ -353,14 +359,14 @@ def _sharp(rows: Sequence[PlannedRow], planned_rows: PlannedRows, values: Values
     NCCL connects on first use, and uses SHARP if it is on at that time: so there is a barrier on
     the group before it is switched off.
     """
-    served = planned_rows.sharp_rows
-    if not any(planned in served for planned in rows):
+    sharp = planned_rows.request.sharp_group
+    if all(planned.table_row.sharp != sharp for planned in rows):
         yield
         return
     os.environ[_COLLNET] = "1"
     yield
+    served = [planned for planned in planned_rows.rows if planned.table_row.sharp == sharp]
     if served[-1] in rows:
-        sharp = served[-1].table_row.sharp
         (slot,) = (row.slot for row in ROWS if row.sharp == sharp and row.sharp_barrier)
         if slot in values:  # not on a rank outside the window that a function chose
             _barrier(values[slot])

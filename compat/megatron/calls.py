@@ -140,7 +140,7 @@ class Calls:
             """Exactly those that upstream passes to ``create_group`` besides the ranks."""
             passed: dict[str, Any] = {"group_desc": planned.plan_row.label}
             if planned.plan_row.timeout is not None:
-                passed["timeout"] = request.timeout
+                passed["timeout"] = planned.plan_row.timeout
             if planned.table_row.backend or planned.is_twin:
                 passed["backend"] = planned.plan_row.backend
             if takes_options(planned):

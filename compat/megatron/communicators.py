@@ -136,21 +136,14 @@ def read_configs(
     configs = {}
     if path is not None:
         configs = _read(path)
-    if not high_priority:
-        return configs
-    check_mapping(path, configs)
-    for name in high_priority:
-        overwrite(configs, name, (_PRIORITY, True))
-    return configs
-
-
-def check_mapping(path: str | None, configs: Any) -> None:
-    """ValueError if the file at ``path`` holds something else than sections."""
     if not isinstance(configs, dict):
         raise ValueError(
             f"nccl_communicator_config_path={shown(path)} must map names of groups to options, "
             f"got {shown(configs)}."
         )
+    for name in high_priority or ():
+        overwrite(configs, name, (_PRIORITY, True))
+    return configs
 
 
 def _read(path: str) -> Any:

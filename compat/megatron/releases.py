@@ -79,8 +79,6 @@ for _span, _text in _NAMES.items():
     SPANS.update(dict.fromkeys(_text.split(), _span))
 
 ASKED = "HYPERGRID_MEGATRON_RELEASE"  # a release that is to be followed whatever is installed
-ALL = "HYPERGRID_ALL_RELEASES"  # keep the names and arguments of all releases ...
-EVERY = os.environ.get(ALL, "0") != "0"  # ... as this process does
 
 
 def _is_in(span: Span, release: Version) -> bool:
@@ -161,8 +159,8 @@ def present(name: str) -> bool:
 
 
 def has(name: str) -> bool:
-    """Whether ours has a name: as the release, or of all releases where ``ALL`` is set."""
-    return name not in SPANS or EVERY or present(name)
+    """Whether the release has a name that ours has."""
+    return name not in SPANS or present(name)
 
 
 def facts() -> dict[str, bool]:
@@ -203,7 +201,7 @@ def drop_absent(names: dict[str, Any]) -> None:
     """
     for name, value in list(names.items()):
         is_gone = False
-        if SOURCE is not None and not EVERY and is_upstreams(name, value):
+        if SOURCE is not None and is_upstreams(name, value):
             is_gone = name not in SOURCE.words
         if is_gone or not has(name):
             del names[name]
@@ -255,15 +253,14 @@ def as_released(function: F) -> F:
     """Give the arguments of ``function`` the positions and defaults that they have in ``RELEASE``.
 
     The function is written with the arguments of all releases in their common order. Its signature
-    shows those of this release; the others it refuses, or takes by keyword where ``ALL`` is set.
-    One that is written as in this release is given back itself.
+    shows those of this release, and the others it refuses. One that is written as in this release
+    is given back itself.
     """
     name = function.__name__
     parameters = inspect.signature(function).parameters
     positional = [n for n, parameter in parameters.items() if parameter.kind is not KEYWORD_ONLY]
     placed = _placed(name, positional)
-    # By name alone: what only we have, and what this release lacks where all are kept.
-    named = [n for n in parameters if n not in placed and (EVERY or n not in positional)]
+    named = [n for n in parameters if n not in positional]  # what only we have
     written = {n: parameter.default for n, parameter in parameters.items()}
     of_source = _other_defaults(name, written)
     released: Any = function

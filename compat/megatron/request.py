@@ -1,4 +1,4 @@
-"""The arguments of one initialisation: checked in upstream's order, and the layouts they make.
+"""The arguments of one initialisation: checked, and the layouts that they make.
 
 Also the functions of parallel_state that outside code has replaced. Stock's initialisation calls
 its helpers through its module, so frameworks hook into it by replacing them there.
@@ -41,7 +41,6 @@ _EXPERT = (
     "expert_gtp_remat_size",
 )
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
-_TIMEOUT = "distributed_timeout_minutes"
 # Fields that are no arguments: ranks do not compare them.
 NO_ARGUMENTS = ("init_count", "job_size", "helpers", "order_source")
 
@@ -161,42 +160,53 @@ class Request:
                 )
 
     def check(self) -> None:
-        """Refuse wrong arguments in upstream's order, with its type of error where it has one."""
-        self._check_helpers(self.policy)
-        for name, refusal in self._refusals.items():
-            if name != _TIMEOUT:  # upstream reads it last
-                raise TypeError(refusal)
-        self._check_sharp()
+        """Refuse wrong arguments, with upstream's type of error where it has one.
+
+        All that is wrong is said at once, but what follows from something else that is wrong.
+        """
+        refuse_together(self._check_kinds, self._check_choices, self._check_torch)
+        refuse_together(
+            self._check_sharp,
+            self._check_instances,
+            self._check_virtual_stages,
+            lambda: self._data_parallel_size("decoder"),
+            lambda: self.nccl_configs,
+            lambda: self.timeout,
+        )
+        refuse_together(self._check_window, self._check_pipelines, self._check_grid_instances)
+
+    def _check_kinds(self) -> None:
+        if self._refusals:
+            raise TypeError(" ".join(self._refusals.values()))
+
+    def _check_torch(self) -> None:
         if self.job_size is None and not _dist().is_initialized():
             raise AssertionError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
                 "before initialize_model_parallel()."
             )
-        instances = self.num_distributed_optimizer_instances
+
+    def _check_instances(self) -> None:
+        instances = self.positive("num_distributed_optimizer_instances")
         if max(self.gtp_remat_size, self.expert_gtp_remat_size) > 1 and instances > 1:
             raise AssertionError(
                 f"gtp_remat with num_distributed_optimizer_instances={instances} is not "
                 f"supported: set one of them to 1."
             )
-        if self.local_world_size is not None:
-            self.positive("local_world_size")
-        self._data_parallel_size("decoder")
-        if self.virtual_pipeline_model_parallel_size is not None:
-            if self.pipeline_model_parallel_size <= 1:
-                raise RuntimeError(
-                    f"{_VIRTUAL}={self.virtual_pipeline_model_parallel_size} needs "
-                    f"pipeline_model_parallel_size > 1, got {self.pipeline_model_parallel_size}."
-                )
-            self.positive(_VIRTUAL)
-        _ = self.nccl_configs
-        self._check_pipelines(self.decoder, self.expert)
-        _ = self.timeout
-        # Upstream reads the file before it compares sizes, and its sections afterwards.
-        if not isinstance(self.nccl_configs, dict):
-            communicators.check_mapping(self.nccl_communicator_config_path, self.nccl_configs)
 
-    def _check_helpers(self, policy: Policy) -> None:
+    def _check_virtual_stages(self) -> None:
+        if self.virtual_pipeline_model_parallel_size is None:
+            return
+        if self.pipeline_model_parallel_size <= 1:
+            raise RuntimeError(
+                f"{_VIRTUAL}={self.virtual_pipeline_model_parallel_size} needs "
+                f"pipeline_model_parallel_size > 1, got {self.pipeline_model_parallel_size}."
+            )
+        self.positive(_VIRTUAL)
+
+    def _check_choices(self) -> None:
         """Refuse choices that do not work with the functions that were replaced: ValueError."""
+        policy = self.policy
         creators = [name for name in CREATORS if name in self.helpers]
         called = [name for name in (*CREATORS, "get_nccl_options") if name in self.helpers]
         if called and policy.share != "none":
@@ -231,8 +241,30 @@ class Request:
                 f"got {self.num_distributed_optimizer_instances}."
             )
 
-    def _check_pipelines(self, dense: RankLayout, expert: RankLayout) -> None:
+    def _check_window(self) -> None:
+        if self.rank_offset + self.world_size > self.world:
+            raise ValueError(
+                f"rank_offset={self.rank_offset} + local_world_size={self.world_size} is larger "
+                f"than the world size {self.world}. Make one of them smaller."
+            )
+
+    def _check_grid_instances(self) -> None:
+        instances = self.num_distributed_optimizer_instances
+        sizes = {
+            "data x context": self.decoder.dim_size(("dp", "cp")),
+            "expert data": self.expert.dim_size("dp"),
+        }
+        for name, size in sizes.items():
+            if size % instances:
+                raise AssertionError(
+                    f"num_distributed_optimizer_instances={instances} does not divide the {name} "
+                    f"parallel size {size}."
+                )
+
+    def _check_pipelines(self) -> None:
         """Refuse grids whose pipelines differ: AssertionError."""
+        dense = self.decoder
+        expert = self.expert
         if self.pipeline_model_parallel_size > 1:
             dense_size = dense.dim_size("dp")
             expert_size = expert.dim_size("dp")
@@ -269,17 +301,23 @@ class Request:
         """
         from hypergrid.groups import creation  # here, for plans on machines without torch
 
+        # Where outside code decides the ranks too, it may count more than there are processes.
+        if self.decides_ranks:
+            return None
         dist = _dist()
         asking = (dist.get_rank, dist.get_world_size, dist.is_initialized)
-        # Where outside code decides the ranks too, it may count more than there are processes.
-        is_replaced = any(map(creation.is_replaced, asking))
-        if self.decides_ranks or not is_replaced or not dist.is_initialized():
+        if not any(map(creation.is_replaced, asking)) or not dist.is_initialized():
             return None
         default_group = dist.group.WORLD
         size: int = dist.get_world_size()
         if default_group is None or size > default_group.size():
             return size
         return None
+
+    @cached_property
+    def calls_helpers(self) -> bool:
+        """Whether outside code takes part in creating groups, or pretends that ranks are there."""
+        return self.pretended_world is not None or creates(self.helpers)
 
     def telling_others(self) -> AbstractContextManager[None]:
         """Tell the other ranks of the window when this one refuses, so that none waits for it."""
@@ -302,7 +340,7 @@ class Request:
 
     @cached_property
     def sharp_group(self) -> str | None:
-        """The rows that SHARP serves: "dp", "dp_replica" or None."""
+        """The rows that SHARP serves, as the table marks them: "dp", "dp_replica" or None."""
         if not self.use_sharp:
             return None
         return self.sharp_enabled_group or "dp"
@@ -334,16 +372,14 @@ class Request:
     @cached_property
     def timeout(self) -> timedelta:
         minutes = self.distributed_timeout_minutes
-        if _TIMEOUT in self._refusals:
-            raise TypeError(self._refusals[_TIMEOUT])
         if self.timeout_of_all is not None:
             return self.timeout_of_all
         try:
             return timedelta(minutes=minutes)
         except (OverflowError, ValueError) as error:
             raise ValueError(
-                f"invalid {_TIMEOUT}={shown(minutes)}: {error}. Give a number of minutes, such as "
-                f"30."
+                f"invalid distributed_timeout_minutes={shown(minutes)}: {error}. Give a number of "
+                f"minutes, such as 30."
             ) from None
 
     @cached_property
@@ -405,9 +441,8 @@ class Request:
 
     def _lay_out(self, grid: str) -> RankLayout:
         sizes = self._sizes(grid)
-        # An order that is wrong by itself is refused first, as by upstream.
         has_unknown_dim = "gtp_remat" in self.order.lower() and not RELEASE_HAS["gtp_remat"]
-        if (has_unknown_dim or self.rank_offset < 0) and not self.decides_ranks:
+        if has_unknown_dim and not self.decides_ranks:
             self._check_order(sizes)
         if self.rank_offset < 0:
             raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
@@ -435,6 +470,8 @@ class Request:
 
     def _data_parallel_size(self, grid: str) -> int:
         """The world divided by a grid's sizes; RuntimeError if a remainder is left."""
+        if self.local_world_size is not None:
+            self.positive("local_world_size")
         names = _EXPERT if grid == "expert" else _DENSE
         sizes = {name: self.positive(name) for name in names}
         model: int = prod(sizes.values())
@@ -518,6 +555,22 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+def refuse_together(*checks: Callable[[], object]) -> None:
+    """Call ``checks``. What several refuse is said in one error, of the type of the first."""
+    errors: list[Exception] = []
+    for check in checks:
+        try:
+            check()
+        except (AssertionError, RuntimeError, TypeError, ValueError, OSError) as error:
+            errors.append(error)
+    texts = dict.fromkeys(map(str, errors))
+    if len(texts) > 1:
+        kind = type(errors[0])
+        raise kind(" And: ".join(texts)) from errors[0]
+    if errors:
+        raise errors[0]
+
+
 def lay_out(order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
     """``RankLayout.from_order`` as upstream understands an order: a dim of size 1 may repeat.
 
@@ -599,7 +652,7 @@ def now(function: F) -> F:
 
 def creates(helpers: Helpers) -> bool:
     """Whether outside code takes part in creating groups."""
-    return any(name in helpers for name in CREATORS)
+    return not helpers.keys().isdisjoint(CREATORS)
 
 
 def by_members(helpers: Helpers) -> bool:

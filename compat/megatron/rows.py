@@ -8,14 +8,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import partial
 from itertools import chain
 from math import log2, prod
 from typing import Any
 
 from compat.megatron import communicators
 from compat.megatron.releases import RELEASE, RELEASE_HAS, has
-from compat.megatron.request import NO_ARGUMENTS, Request, in_words
+from compat.megatron.request import NO_ARGUMENTS, Request, in_words, refuse_together
 from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, Row
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
@@ -39,48 +39,26 @@ class PlannedRow:
 
 
 class PlannedRows:
-    """The rows that one request makes groups for."""
+    """The rows that one request makes groups for, in order; and the plan of these groups.
+
+    Refuses wrong arguments, with upstream's type of error where it has one.
+    """
 
     def __init__(self, request: Request) -> None:
+        request.check()
         self.request = request
+        self.rows: list[PlannedRow] = []
 
-    @cached_property
-    def rows(self) -> list[PlannedRow]:
-        """The rows to create, in order.
+        def plan(row: Row) -> None:
+            for planned in _plan(request, row):
+                self.rows.append(_listed(request, planned))
 
-        Refuses what upstream refuses while it creates groups, row by row in the same order, so
-        that of two errors the same one is raised.
-        """
-        request = self.request
-        request.positive("num_distributed_optimizer_instances")
-        table_rows = rows_of(request)
-        _check_instances(request, "data x context parallel size", _members(request))
-        # Options are read here for their errors alone, in upstream's order of refusals.
-        _options(request, table_rows[0])
-        if request.decoder.stop > request.world:
-            raise ValueError(
-                f"rank_offset={request.rank_offset} + local_world_size={request.world_size} is "
-                f"larger than the world size {request.world}. Make one of them smaller."
-            )
-        planned: list[PlannedRow] = []
-        for row in table_rows:
-            planned.extend(_plan(request, row))
-        return [_listed(request, row) for row in planned]
-
-    @cached_property
-    def sharp_rows(self) -> list[PlannedRow]:
-        """The rows whose groups use SHARP."""
-        sharp = self.request.sharp_group
-        return [planned for planned in self.rows if sharp and planned.table_row.sharp == sharp]
-
-    @cached_property
-    def plan(self) -> GroupPlan:
-        """The groups of the request as data."""
+        refuse_together(*(partial(plan, row) for row in rows_of(request)))
         plan_rows = tuple(planned.plan_row for planned in self.rows)
-        return GroupPlan(self.request.layouts, plan_rows)
+        self.participants = self._participants()
+        self.plan = GroupPlan(request.layouts, plan_rows)
 
-    @cached_property
-    def participants(self) -> Sequence[int]:
+    def _participants(self) -> Sequence[int]:
         """The ranks that create groups: the window, and others that a caller's function chose."""
         window = self.request.decoder.ranks
         if self.request.decides_ranks:
@@ -173,32 +151,31 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
     """The rows of the plan that a row of the table makes for a request."""
     if row.check:
         _CHECKS[row.check](request, row)
-    # In upstream's order of refusals.
     backend = None
     if row.backend:
         backend = getattr(request, row.backend)
-    if backend == "ucc":
-        communicators.check_ucc()
-    chosen = None
-    if row.chooser:
-        chosen = _chosen(request, row, *row.chooser)
-    options = None
-    if backend != "ucc":  # which has no options
-        options = _options(request, row)
     if backend not in (None, "nccl", "ucc"):
         raise AssertionError(
             f"{row.backend}={shown(backend)} is not supported: use 'nccl', 'ucc' or None."
         )
+    options = None
+    if backend == "ucc":  # which has no options
+        communicators.check_ucc()
+    else:
+        options = _options(request, row)
+    chosen = None
+    if row.chooser:
+        chosen = _chosen(request, row, *row.chooser)
     plan_row = GroupRow(
         label=row.label,
         layout=row.grid,
         dims=tuple(row.dims.split("-")),
         pick=row.pick,
         backend=backend,
-        timeout=request.timeout.total_seconds(),
+        timeout=request.timeout,
         options=options,
         traffic=row.traffic,
-        separate=row.separate or (row.sharp != "" and row.sharp == request.sharp_group),
+        separate=row.separate or row.sharp == request.sharp_group,
     )
     if row.chunk == "instance":
         plan_row = replace(
@@ -286,7 +263,6 @@ def _chosen(
                 f"the function given as {argument} does not take a pipeline's ranks: {error}. Give "
                 f"one that takes a list of ranks and returns some of them."
             ) from None
-        _options(request, row)  # upstream's order of refusals
         chosen.append(_plain_ranks(argument, ranks, request.world))
     return chosen
 
@@ -308,18 +284,6 @@ def _plain_ranks(argument: str, returned: Any, world: int) -> Sequence[int]:
             f"must be below the world size {world}."
         )
     return ranks
-
-
-def _check_instances(request: Request, what: str, size: int) -> None:
-    instances = request.num_distributed_optimizer_instances
-    if size % instances:
-        raise AssertionError(
-            f"num_distributed_optimizer_instances={instances} does not divide the {what} {size}."
-        )
-
-
-def _check_expert_instances(request: Request, row: Row) -> None:
-    _check_instances(request, "expert data parallel size", request.expert.dim_size("dp"))
 
 
 def _check_even(request: Request, row: Row) -> None:
@@ -347,7 +311,6 @@ def _check_levels(request: Request, row: Row) -> None:
 _CHECKS: dict[str, Callable[[Request, Row], None]] = {
     "even dp x cp": _check_even,
     "levels": _check_levels,
-    "expert instances": _check_expert_instances,
 }
 
 

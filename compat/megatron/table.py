@@ -29,7 +29,7 @@ class Row:
     # The row is made for requests of which this is true: "instances", "not gtp_axis".
     # The words are in ``rows._conditions``.
     when: str = ""
-    check: Literal["", "even dp x cp", "levels", "expert instances"] = ""  # see rows
+    check: Literal["", "even dp x cp", "levels"] = ""  # see rows
     field: str = ""  # of ProcessGroupCollection
     ranks: str = ""  # private global with the group's ranks, where upstream keeps them
     desc: str = ""
@@ -178,7 +178,7 @@ ROWS: tuple[Row, ...] = (
         grid="expert", when="gtp_remat", field="tp_ep_pp_with_egtp_remat"),
     Row("_EXPERT_DATA_PARALLEL_GROUP", "dp",
         "expert gradients",            "ep_dp",           grid="expert", field="expt_dp",
-        check="expert instances", gloo=True, twin_torch_timeout=True),
+        gloo=True, twin_torch_timeout=True),
     Row("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_intra",
         "expert gradients",            "intra_ep_dp",     grid="expert_instances",
         when="instances", field="intra_expt_dp", gloo=True,

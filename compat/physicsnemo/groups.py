@@ -17,9 +17,8 @@ from compat.physicsnemo.tree import GroupNode, Placement
 from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import span_of
-from hypergrid.policy import Agreement, Policy
+from hypergrid.layout import LayoutError, RankLayout, span_of
+from hypergrid.policy import Policy
 
 OWNER = "DistributedManager"
 # By the name of a group: the ranks of all groups of that name, and the dims that they are over.
@@ -132,7 +131,7 @@ def create_flattened(mesh: DeviceMesh) -> tuple[GroupPool, ProcessGroup]:
             f"would have to take part. Create it with create_process_subgroup()."
         )
     name = "mesh " + "-".join(mesh.mesh_dim_names or ())
-    pool = GroupPool(Agreement(""), policy, OWNER)
+    pool = GroupPool(policy, OWNER)
     with pool.two_phase_commit(ranks, {"group": name}):
         (group,) = pool.make(name, {name: ranks}, lambda: [ranks])
     return pool, group

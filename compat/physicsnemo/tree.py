@@ -8,8 +8,8 @@ from math import prod
 from numbers import Integral
 from typing import Generic, TypeVar
 
-from hypergrid.layout import Dims, LayoutError, RankLayout
-from hypergrid.messages import shown, span_of
+from hypergrid.layout import Dims, LayoutError, RankLayout, span_of
+from hypergrid.messages import shown
 from hypergrid.topology import Hosts, Topology
 
 OPEN = -1  # the size of a leaf that takes what is left

@@ -60,13 +60,10 @@ class Job:
         return self._planned().plan
 
     def _planned(self) -> PlannedRows:
-        planned = PlannedRows(Request(**self.arguments, job_size=self.world_size))
         try:
-            planned.request.check()
-            _ = planned.plan
+            return PlannedRows(Request(**self.arguments, job_size=self.world_size))
         except Exception as error:
             raise JobError(str(error)) from error
-        return planned
 
     def layouts(self, order: str) -> Mapping[str, RankLayout] | None:
         """The job's layouts under another order, or None where Megatron refuses that order."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import span_of
+from hypergrid.layout import LayoutError, RankLayout, span_of
 from hypergrid.topology import Topology
 
 _REPLICAS = "dp"  # the dim that becomes shorter

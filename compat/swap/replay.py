@@ -116,7 +116,7 @@ class Record:
         build.prepare_environment(request)
         if dist.get_rank() in planned_rows.participants:
             pool: Any = _Pool()
-            build.fill(values, planned_rows, pg_options, pool, build.grid_over(request))
+            build.fill(values, planned_rows, pg_options, pool)
             # Whether outside code's own functions would keep the list is not planned.
             if {*self.helpers}.intersection(CREATORS).difference([NEW_GROUP]):
                 values["_global_process_group_list"] = getattr(
@@ -318,7 +318,6 @@ def compare(
         arguments = _bound(signature, args, kwargs)
         with record.replayed() as helpers:
             request = Request(**arguments, helpers=helpers)
-            request.check()
             planned_rows = PlannedRows(request)
             ranks = planned_rows.participants
             state = record.planned_state(planned_rows)

@@ -58,7 +58,8 @@ from hypergrid.agreement.waits import (
     publish_outcome,
 )
 from hypergrid.errors import AbortedError, AgreementError, CreationError
-from hypergrid.messages import in_words, shortened, span_of
+from hypergrid.layout import span_of
+from hypergrid.messages import in_words, shortened
 from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -80,6 +81,7 @@ def creating(ranks: Sequence[int], timeout: timedelta | None) -> Iterator[Store 
     process that creates groups fails at once. Ranks cannot know which groups belong together if
     their threads take turns in different orders. The other ranks are told as of any refusal.
     """
+    limit = _bounded(timeout)
     with _only_thread(ranks) as is_only, abortable():
         if not is_only:
             error = AgreementError(
@@ -95,7 +97,7 @@ def creating(ranks: Sequence[int], timeout: timedelta | None) -> Iterator[Store 
         if store is None:
             yield None
             return
-        with noticing_a_dead_link(store, _bounded(timeout)):
+        with noticing_a_dead_link(store, limit):
             yield store
 
 
@@ -137,21 +139,21 @@ def prepare(
         return accept(choose(epoch, policy, [abilities]))
     timeout = _bounded(timeout)
     begin = time.monotonic()
+    round_ = _Round(store, ranks, memory, life, call)
     with telling_of_a_lost_store():
-        round_ = _Round(store, ranks, memory, life, call)
         refused = memory.refused.get(round_.span)
         if refused is not None:  # the other ranks do not know it yet: this call is theirs
             refused.outcome(timeout)
         round_.arrive({**proposal, **asdict(policy), "hypergrid": __version__}, abilities, policy)
         agreement = accept(round_.outcome(timeout))
-    _log.info(
-        "%s: ranks %s agreed in %.3f s, epoch %s, created by %s",
-        call,
-        round_.span,
-        time.monotonic() - begin,
-        agreement.epoch,
-        agreement.way,
-    )
+        _log.info(
+            "%s: ranks %s agreed in %.3f s, epoch %s, created by %s",
+            call,
+            round_.span,
+            time.monotonic() - begin,
+            agreement.epoch,
+            agreement.way,
+        )
     return agreement
 
 
@@ -198,7 +200,10 @@ def all_or_none(
     creations.append(creation)
     try:
         with beside(phase.look):
-            yield
+            try:
+                yield
+            finally:
+                watch.label = ""  # it creates no group any more
     except BaseException as error:
         raise_if_waits_ended()  # nothing is to wait any more, also not for the store
         reason = str(error) if isinstance(error, CreationError) else in_words(error)
@@ -584,7 +589,6 @@ class Phase:
         else:
             amount -= self._share_of_sum(replaced_digest)  # the dead process has been counted
         self._tally = self.store.add("arrived", amount)
-        self.watch.label = ""
         _log.debug("%s: %d of %d ranks have arrived", self.call, self._arrivals, len(self.ranks))
         if self._arrivals > len(self.ranks):  # closed: nobody is to wait for this rank to read it
             self.store.add("arrived", -amount)

@@ -24,7 +24,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hypergrid import logs
 from hypergrid.agreement.connections import at_the_store, to_the_store
 from hypergrid.agreement.store import append, forget, forget_lines, lines, look_until, peek
-from hypergrid.messages import one_line, span_of
+from hypergrid.layout import span_of
+from hypergrid.messages import one_line
 
 WAITING = "waiting"  # the key under which ranks say that they wait for the addresses of others
 PLACES = "places"  # the key under which ranks say where they are

@@ -28,7 +28,7 @@ from hypergrid import of_torch
 from hypergrid.agreement.commit import NO_ADDRESS
 from hypergrid.agreement.waits import let_waiting_ranks_fail_first
 from hypergrid.groups import closing, gloo
-from hypergrid.messages import span_of
+from hypergrid.layout import span_of
 from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
 
 Ranks: TypeAlias = Sequence[int]
@@ -201,14 +201,10 @@ def abilities(policy: Policy | None = None) -> Abilities:
     """
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
-    if not of_torch.has("groups"):
-        raise RuntimeError(
-            f"{'; '.join(of_torch.lacking())}. Use torch {of_torch.OLDEST} to "
-            f"{of_torch.NEWEST}, or a newer hypergrid."
-        )
     policy = policy or Policy()
-    can_connect_lazily = of_torch.has("gloo") and not of_torch.torchcomms()
+    obstacle = _obstacle()
     device = bound_to()
+    can_connect_lazily = of_torch.has("gloo") and not of_torch.torchcomms()
     reason = None
     if device is not None:
         may_wait = can_wait()
@@ -219,11 +215,16 @@ def abilities(policy: Policy | None = None) -> Abilities:
                 f"the default group is bound to a {device} device (init_process_group(device_id="
                 f"...), and torch 2.15 by itself), and its splits want every rank{hint}"
             )
-    return Abilities(_obstacle(), reason, can_connect_lazily)
+    return Abilities(obstacle, reason, can_connect_lazily)
 
 
 def _obstacle() -> str | None:
-    """Why no group can be created by its members alone."""
+    """Why no group can be created by its members alone; RuntimeError if this torch is unknown."""
+    if not of_torch.has("groups"):
+        raise RuntimeError(
+            f"{'; '.join(of_torch.lacking())}. Use torch {of_torch.OLDEST} to "
+            f"{of_torch.NEWEST}, or a newer hypergrid."
+        )
     if os.environ.get("TORCH_DIST_INIT_BARRIER", "0") == "1":
         return "TORCH_DIST_INIT_BARRIER=1 makes torch wait for the whole world after each group"
     if dist.get_backend() == "mpi":

@@ -304,12 +304,12 @@ def note_default() -> None:
     device_count = of_torch.gloo_devices_of(default)
     if device_count == 0 or ref(default) in _listeners_of:
         return
+    of_other_groups = _listeners(of_torch.registered_groups())
     numbers = []
     for members in _event_loops():
         for descriptor in members:
             numbers.append(descriptor.number)
-    listeners = _inodes(sockets(listens, numbers))
-    listeners -= _listeners(of_torch.registered_groups())
+    listeners = _inodes(sockets(listens, numbers)) - of_other_groups
     _remember(default, listeners if len(listeners) == device_count else set())
 
 

@@ -18,7 +18,7 @@ from hypergrid.groups.pool import GroupPool
 from hypergrid.groups.suspension import Suspended
 from hypergrid.layout import Dims, LayoutError, RankLayout, ordered
 from hypergrid.messages import Sentence
-from hypergrid.policy import Agreement, Policy
+from hypergrid.policy import Policy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -298,12 +298,10 @@ class HyperCommGrid:
             return self.layout.ranks
         return world
 
-    def begin(self, policy: Policy, owner: str | None = None) -> GroupPool:
-        """Start a pool, for callers that agree on more than dims."""
-        owner = owner or f"HyperCommGrid over {self.layout!r}"
-        self.pool = GroupPool(Agreement(""), policy, owner)
-        self.pool.holder = weakref.ref(self)
-        return self.pool
+    def keep(self, pool: GroupPool) -> None:
+        """Own the groups of ``pool`` from now on: they are destroyed with the grid's own."""
+        self.pool = pool
+        pool.holder = weakref.ref(self)
 
     @contextmanager
     def two_phase_commit(
@@ -321,7 +319,8 @@ class HyperCommGrid:
         pool = self.pool
         is_first = pool is None
         if pool is None:
-            pool = self.begin(_policy(), owner)
+            pool = GroupPool(_policy(), owner or f"HyperCommGrid over {self.layout!r}")
+            self.keep(pool)
         try:
             with pool.two_phase_commit(ranks or self.participants(), proposal, timeout):
                 yield pool

@@ -24,7 +24,8 @@ from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import closing, creation, gloo
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.suspension import HOW, Suspended, Suspension
-from hypergrid.messages import in_words, shortened, shown, span_of
+from hypergrid.layout import span_of
+from hypergrid.messages import in_words, shortened, shown
 from hypergrid.policy import Abilities, Agreement, Kind, Owners, Policy, owner_of
 
 DEFAULT = "the default group"
@@ -65,8 +66,8 @@ class _Contents(NamedTuple):
 class GroupPool:
     """Live groups of this process in the order of creation; ``owner`` is for messages."""
 
-    def __init__(self, agreement: Agreement, policy: Policy, owner: str = "") -> None:
-        self.agreement = agreement  # the last one; none yet where its epoch is empty
+    def __init__(self, policy: Policy, owner: str = "") -> None:
+        self.agreement = Agreement("")  # the last one; none yet where its epoch is empty
         self.policy = policy
         self.owner = owner
         self.groups: list[PooledGroup] = []
@@ -165,11 +166,13 @@ class GroupPool:
         self, label: str, ranks: Ranks, kind: Kind | None
     ) -> tuple[GroupPool, str] | None:
         """The pool and the label whose communicator a group uses; None for one of its own."""
+        if kind is None or self.policy.share == "none":
+            return None
         owner = owner_of(self._owners, label, ranks, kind, self.policy)
         if owner is not None:
             return self, owner
         for lender in self._lenders:
-            owner = lender._owners.get(kind.over(ranks)) if kind is not None else None
+            owner = lender._owners.get(kind.over(ranks))
             if owner is not None:
                 return lender, owner
         return None
@@ -229,6 +232,9 @@ class GroupPool:
         CreationError
             Torch could not create a group; its own error is the cause.
         """
+        before = self._contents()
+        begin = time.monotonic()
+        at_label(label)
         options.setdefault("group_desc", label)
         backend = options.get("backend")
         timeout = options.get("timeout")
@@ -236,9 +242,6 @@ class GroupPool:
         shorter = creation.creation_timeout(backend, timeout, self._timeout)
         if shorter is not None:
             options["timeout"] = shorter
-        before = self._contents()
-        begin = time.monotonic()
-        at_label(label)
         try:
             with self.connecting():
                 for ranks, group, shares in self._created(label, ranks_of, everyone, kind, options):
@@ -277,9 +280,9 @@ class GroupPool:
         """
         agreement = self.agreement
         backend = options.get("backend")
-        # A rank may create a group of its own without the others.
-        way = creation.way_of(agreement, backend, dist.get_world_size())
-        way_alone = creation.way_of(agreement, backend, 1)
+        way = way_alone = creation.way_of(agreement, backend, dist.get_world_size())
+        if way != "members":  # a rank may create a group of its own without the others
+            way_alone = creation.way_of(agreement, backend, 1)
         waits = self.policy.connect == "lazy"
         of_this_rank: list[ProcessGroup] = []
         if way != "members":

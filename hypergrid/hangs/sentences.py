@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from hypergrid.hangs.recording import Call, Frame
-from hypergrid.messages import span_of
+from hypergrid.layout import span_of
 
 _KEEPS = (
     "Torch keeps calls with TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch "

@@ -8,8 +8,8 @@ from typing import TypedDict
 
 import numpy as np
 
-from hypergrid.layout import RankLayout
-from hypergrid.messages import few, one_line, span_of
+from hypergrid.layout import RankLayout, span_of
+from hypergrid.messages import few, one_line
 from hypergrid.plan import GroupPlan
 
 

@@ -26,6 +26,7 @@ from compat.state import LEFT_BEHIND, SLOTS, ParallelState
 from hypergrid import AbortedError, AgreementError, HyperCommGrid
 from hypergrid.agreement import commit
 from hypergrid.groups import creation, gloo
+from hypergrid.groups.pool import GroupPool
 from hypergrid.policy import Policy
 from tests.support import forked
 from tests.support.forked import descriptors, from_all, on_ranks, open_groups, total
@@ -144,7 +145,7 @@ def test_a_rank_that_waits_for_others_to_finish_creation_comes_out_and_can_try_a
 @contextmanager
 def creating():
     """A pool, and a function that creates one more group of three ranks in it."""
-    pool = HyperCommGrid([3], ["dp"]).begin(Policy())
+    pool = GroupPool(Policy())
 
     def make(label):
         return pool.make(label, {label: (0, 1, 2)}, lambda: [(0, 1, 2)])[0]

@@ -15,6 +15,7 @@ from compat.report import report
 from hypergrid import AgreementError, of_torch
 from hypergrid.groups import creation
 from tests.support.forked import from_all, join, on_ranks
+from tests.support.stock import PUBLISHED
 
 pytestmark = pytest.mark.skipif(not of_torch.has("lazy NCCL"), reason="torch has one NCCL backend")
 
@@ -92,6 +93,7 @@ def test_with_connect_torch_each_name_is_one_split_with_the_world_but_for_ranks_
     assert len({*shares}) == 1  # every rank takes part in each
 
 
+@pytest.mark.release(PUBLISHED[-1])
 @pytest.mark.parametrize("window", [4, 2])
 @on_ranks(4, backend="")
 def test_with_connect_lazy_members_alone_create_and_nothing_is_split_or_connected(rank, window):

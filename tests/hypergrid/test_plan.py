@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.support import ROOT
 
 LAYOUT = RankLayout(("tp", "dp", "pp"), (2, 3, 2), 4)
 ROWS = (
-    GroupRow("TP", "decoder", ("tp",), timeout=60.0),
+    GroupRow("TP", "decoder", ("tp",), timeout=timedelta(minutes=1)),
     GroupRow("HALF", "decoder", ("tp", "dp"), chunk=4, options=(("max_ctas", 8),)),
     GroupRow("ENDS", "decoder", ("dp",), pick="ends", backend="gloo"),
     GroupRow("FIRST", "decoder", ("pp",), pick="first", separate=True),
@@ -43,6 +44,9 @@ def test_ranks_outside_the_window_have_no_groups():
 def test_a_plan_survives_json():
     assert GroupPlan.from_json(PLAN.to_json()) == PLAN
     assert GroupPlan.from_json(PLAN.to_json()).fingerprint() == PLAN.fingerprint()
+    assert json.loads(PLAN.to_json())["rows"][0]["timeout"] == 60  # seconds
+    with pytest.raises(ValueError, match="the plan is not JSON"):
+        GroupPlan.from_json(PLAN.to_json().replace("60.0", "1e300"))
     with pytest.raises(ValueError, match="schema 99 cannot be read"):
         GroupPlan.from_json(json.dumps({"schema": 99}))
 
@@ -62,7 +66,7 @@ def test_a_saved_assembly_is_refused_by_name_with_what_to_do():
         {"pick": "first"},
         {"explicit": ((4, 5),)},
         {"backend": "gloo"},
-        {"timeout": 61.0},
+        {"timeout": timedelta(seconds=61)},
         {"options": (("max_ctas", 4),)},
         {"separate": True},
         {"traffic": "gradients"},

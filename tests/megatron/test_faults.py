@@ -25,6 +25,7 @@ from hypergrid.agreement import store as connection
 from hypergrid.groups import creation, gloo
 from tests.support import ROOT, own_lines, soaking
 from tests.support.forked import from_all, on_ranks, open_groups, total
+from tests.support.stock import PUBLISHED
 
 new_group = dist.new_group
 
@@ -90,6 +91,7 @@ DIFFERENCES = [
 ]
 
 
+@pytest.mark.release(PUBLISHED[-1])
 @on_ranks(8, timeout=90)
 def test_each_thing_that_can_differ_on_one_rank_is_named_on_all(rank):
     before = soaking.process_state()
@@ -188,6 +190,7 @@ def test_groups_are_aborted_also_where_no_thread_can_start(rank):
     assert len(open_groups()) == 1
 
 
+@pytest.mark.release(PUBLISHED[-1])
 @on_ranks(8)
 def test_windows_that_overlap_are_refused_by_the_ranks_of_both(rank):
     window = {"local_world_size": 4, "rank_offset": 4} if rank >= 4 else {}

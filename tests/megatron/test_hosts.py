@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from compat import parallel_state as ps
-from compat.hosts import tp_across_hosts
+from compat.megatron.hosts import tp_across_hosts
 from hypergrid import RankLayout
 from tests.support.counting import CountingStore
 from tests.support.forked import from_all, on_ranks, store
@@ -59,7 +59,7 @@ def test_the_name_of_a_host_prints_no_line_of_its_own(rank):
 @on_ranks(4)
 def test_the_first_rank_reads_all_hosts_in_two_messages_and_the_others_write_one(rank):
     counting = CountingStore(store())
-    with mock.patch("compat.hosts.shared_store", lambda: counting):
+    with mock.patch("compat.megatron.hosts.shared_store", lambda: counting):
         warned(rank, "abab")
     reads = {"check": 1, "multi_get": 1} if rank == 0 else {}
     assert counting.counts == {"set": 1, **reads}

@@ -11,6 +11,7 @@ from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
 from hypergrid import HyperCommGrid
 from tests.support.forked import on_ranks
+from tests.support.stock import PUBLISHED
 
 
 def error_of(call):
@@ -48,6 +49,7 @@ def test_a_destroyed_state_cannot_be_activated(rank):
     assert ps.current_state() is not state
 
 
+@pytest.mark.release(PUBLISHED[-1])
 @on_ranks(4)
 def test_a_getter_outside_of_the_window_says_which_ranks_it_has(rank):
     ps.initialize_model_parallel(2, local_world_size=2)

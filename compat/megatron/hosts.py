@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import warnings
 from collections import Counter
@@ -19,11 +20,23 @@ from hypergrid.messages import few, one_line
 _MOST_HOSTS = 8  # hosts that a message names
 
 
-def tell_host() -> None:
-    """Say in the store on which host this rank is. *Local*; before the ranks agree on groups."""
+def tell_host(request: Request) -> None:
+    """Say in the store on which host this rank is, where that will be read. *Local*.
+
+    For a report, and for the warning below.
+    """
+    # The ranks of a pretended world have no hosts, and perhaps no store.
+    if request.pretended_world is not None:
+        return
     store = shared_store()
-    if store is not None:
+    is_read = request.decoder.dim_size("tp") > 1 or reports()
+    if store is not None and is_read:
         store.set(_host_key(dist.get_rank()), socket.gethostname())
+
+
+def reports() -> bool:
+    """Whether initialisation prints a report."""
+    return os.environ.get("HYPERGRID_REPORT", "0") != "0"
 
 
 def _host_key(rank: int) -> str:
@@ -42,14 +55,17 @@ def hosts_of(ranks: Sequence[int]) -> list[str]:
 def warn_of_tp_across_hosts(request: Request) -> None:
     """Warn where other places of the ranks, or another order of dims, keep tp inside hosts.
 
-    *Local*, on one rank, after the ranks have agreed: all have told their hosts by then, and the
-    store answers for all of them in one message.
+    *Local*, on one rank, when all ranks have their groups: all have told their hosts by then, and
+    the store answers for all of them in one message.
     """
-    store: Any = shared_store()
-    # Another store would answer once for each rank. Outside code may have decided the ranks.
-    if store is None or not store.has_extended_api() or request.decides_ranks:
-        return
     layout = request.decoder
+    # Outside code may have decided the ranks, or pretend that they are there.
+    is_pretended = request.decides_ranks or request.pretended_world is not None
+    if layout.dim_size("tp") == 1 or is_pretended:
+        return
+    store: Any = shared_store()
+    if store is None or not store.has_extended_api():  # it would answer once for each rank
+        return
     hosts = hosts_of(range(layout.offset, layout.stop))
     if hosts:
         sentence = tp_across_hosts(layout, request.order, hosts)
