@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -369,20 +368,13 @@ def audit(recordings: Audit) -> None:
         out.print(line.append(problem.text, "not bold default"))
         reads = f"{problem.reads:,} reads on {len(problem.ranks)} ranks"
         out.print(f"  {reads}; {problem.example}\n", style="dim")
-    rows: list[tuple[object, ...]] = []
-    for package, package_files in groupby(recordings.files(), lambda file: file.package):
-        files = list(package_files)
-        package_reads = sum(file.reads for file in files)
-        package_sites = sum(file.sites for file in files)
-        rows.append((Text(package, "bold"), f"{package_reads:,}", f"{package_sites:,}", ""))
-        for file in files:
-            most_read = file.names.most_common(_MOST_NAMES)
-            names = [f"{name} {count:,}" for name, count in most_read]
-            if len(file.names) > _MOST_NAMES:
-                names.append(f"{len(file.names) - _MOST_NAMES} more")
-            base = file.file.rpartition("/")[2]
-            rows.append((f"  {base}", f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
-    table(out, ("package and file", ">reads", ">sites", "of"), rows)
+    rows = []
+    for file in recordings.files():
+        names = [f"{name} {count:,}" for name, count in file.names.most_common(_MOST_NAMES)]
+        if len(file.names) > _MOST_NAMES:
+            names.append(f"{len(file.names) - _MOST_NAMES} more")
+        rows.append((file.file, f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
+    table(out, ("file", ">reads", ">sites", "of"), rows)
     ranks = f"{len(recordings.ranks)} ranks"
     # A rank that was restarted has recorded in several processes.
     if recordings.processes != len(recordings.ranks):
@@ -402,16 +394,14 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
     """
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
-        is_number = column.startswith(">")
-        align: JustifyMethod = "right" if is_number else "left"
-        grid.add_column(column.lstrip(">"), justify=align, overflow="fold")
-        grid.columns[-1].min_width = 1 if is_number else None
+        align: JustifyMethod = "right" if column.startswith(">") else "left"
+        # Where the terminal is narrow, texts are folded and numbers are whole.
+        is_number = align == "right"
+        grid.add_column(column.lstrip(">"), justify=align, overflow="fold", no_wrap=is_number)
     for row in rows:
         cells = [cell if isinstance(cell, Text) else Text(str(cell)) for cell in row]
-        for column_of_cell, cell in zip(grid.columns, cells, strict=True):
+        for cell in cells:
             cell.truncate(_LONGEST, overflow="ellipsis")
-            if column_of_cell.min_width is not None:
-                column_of_cell.min_width = max(column_of_cell.min_width, cell.cell_len)
         grid.add_row(*cells)
     if grid.rows:
         out.print(grid)
