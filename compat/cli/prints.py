@@ -394,14 +394,16 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
     """
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
-        align: JustifyMethod = "right" if column.startswith(">") else "left"
-        # Where the terminal is narrow, texts are folded and numbers are whole.
-        is_number = align == "right"
-        grid.add_column(column.lstrip(">"), justify=align, overflow="fold", no_wrap=is_number)
+        is_number = column.startswith(">")
+        align: JustifyMethod = "right" if is_number else "left"
+        grid.add_column(column.lstrip(">"), justify=align, overflow="fold")
+        grid.columns[-1].min_width = 1 if is_number else None
     for row in rows:
         cells = [cell if isinstance(cell, Text) else Text(str(cell)) for cell in row]
-        for cell in cells:
+        for column_of_cell, cell in zip(grid.columns, cells, strict=True):
             cell.truncate(_LONGEST, overflow="ellipsis")
+            if column_of_cell.min_width is not None:
+                column_of_cell.min_width = max(column_of_cell.min_width, cell.cell_len)
         grid.add_row(*cells)
     if grid.rows:
         out.print(grid)
