@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from hypergrid.messages import few, printable
 from hypergrid.show.diff import Dump, against_dump, difference
 
 __all__ = ["app"]
+_MOST_ORDERS = 10  # that are printed; --json has all
 _PRINTED = Path("-")  # a page that goes to standard output
 
 
@@ -183,11 +183,10 @@ def _write_page(subject: PlannedJob, path: Path, first: str, by: str | None) -> 
         path.write_text(text, "utf-8")
 
 
-@command(of_model=True)
+@command()
 def check(
     subject: PlannedJob,
     suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
-    top: Annotated[int, typer.Option(help="How many orders to print.", min=1)] = 10,
     allow: Annotated[
         list[str] | None,
         typer.Option(metavar="RULE", help="A known finding, 'cp-before-tp'; repeatable."),
@@ -236,7 +235,7 @@ def check(
     if suggest:
         out.print()
         kind = "NVLink domains" if subject.domains else "hosts"
-        prints.orders(out, requested, ranking[:top], len(ranking), kind)
+        prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), kind)
         inside = dp_across(ranking, requested, subject.layouts, subject.refusal_of, places, kind)
         if inside:
             out.print(inside)
@@ -323,8 +322,10 @@ def diagnose(
             ranks = f"rank {silent_ranks[0]} was"
         recordings.problems.append(f"{ranks} asked and did not write.")
     if not recordings.ranks:
-        sentences = [_without_dumps(directory), *recordings.problems[:3]]
-        raise JobError(" ".join(sentences))
+        raise JobError(
+            f"{directory} has no dump of a rank: trace_RANK, groups_RANK.json or stack_RANK.json. "
+            f"{' '.join(recordings.problems[:3])}"
+        )
     result = verdict.diagnose(recordings)
     if as_json:
         prints.as_json(result.to_json())
@@ -463,19 +464,6 @@ def doctor() -> int:
             indent = " " * 20
             out.print(Text(f"{indent} -> {remedy}", style="yellow"), soft_wrap=True)
     return status
-
-
-def _without_dumps(directory: Path) -> str:
-    sentence = (
-        f"{directory} has no dump of a rank: trace_RANK, groups_RANK.json or stack_RANK.json."
-    )
-    subdirectories = set[str]()
-    with suppress(OSError):  # a directory that was removed meanwhile
-        for path in directory.glob("*/*_[0-9]*"):
-            subdirectories.add(path.parent.name)
-    if subdirectories:
-        sentence += f" Some seem to be in {few(sorted(subdirectories))}."
-    return sentence
 
 
 def _dump(text: str) -> Dump | None:

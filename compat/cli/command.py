@@ -56,14 +56,6 @@ _FLAGS: tuple[tuple[str, Any, str | None, str], ...] = (
     ("no-gloo", bool, None, "Without gloo twins of the data-parallel groups."),
     ("tp-comm-overlap", bool, None, "With Transformer Engine's user buffers."),
 )
-# What only `check` reads: of the model and the batch.
-_OF_MODEL: tuple[tuple[str, Any, str | None, str], ...] = (
-    ("layers", int, None, "Layers of the model."),
-    ("heads", int, None, "Attention heads."),
-    ("experts", int, None, "Experts of each layer."),
-    ("micro-batch-size", int, None, "Sequences of a micro-batch."),
-    ("global-batch-size", int, None, "Sequences of a step."),
-)
 
 
 _SHOWN_BY = "plan"
@@ -83,15 +75,14 @@ _WRITTEN = ("html", "png", "svg")  # flags of files of which each holds one job
 
 
 def command(
-    of_model: bool = False, **settings: Any
+    **settings: Any,
 ) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
     """Make a function a command.
 
     Its docstring is the help, its parameters are the flags, and it returns the exit status, 0 if
     nothing. ``source`` stands for the flags of a launch, ``subject`` for these and those of a
     layout: the function is called for each job that is started. An expected error is printed as
-    one line, with exit status 2. ``settings`` are those of click's context; ``of_model`` adds the
-    flags of a model.
+    one line, with exit status 2. ``settings`` are those of click's context.
     """
 
     def add(function: Callable[..., int | None]) -> Callable[..., None]:
@@ -108,8 +99,6 @@ def command(
             settings["allow_interspersed_args"] = False
         if has_subject:
             of_layout = [_parameter(*flag, is_shown=is_shown) for flag in _FLAGS]
-            if of_model:
-                of_layout += [_parameter(*flag, is_shown=True) for flag in _OF_MODEL]
         keywords = of_launch + of_layout
         for parameter in parameters.values():
             keywords.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))

@@ -13,7 +13,7 @@ from typing import Any
 
 from compat.cli.line import ASSIGNMENT, Command
 from compat.cli.reader import OF_SCRIPT, Option, Reader, options_of
-from compat.cli.world import LAUNCHERS, read_programs, set_ranks
+from compat.cli.world import LAUNCHERS, read_programs
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import SIZES, Job, JobError, of_settings, settings_of
 
@@ -138,7 +138,7 @@ def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
     if "HYPERGRID_ORDER" in variables:
         order = Option("HYPERGRID_ORDER", SIZES["order"], [variables["HYPERGRID_ORDER"]])
         reader.read(order, reader.settings)
-    launchers = read_programs(reader, launch.programs, variables)
+    read_programs(reader, launch.programs, variables)
     table = dict(OF_SCRIPT)
     if launch.has_launcher:
         # Of the script's own flags none says how many ranks its launcher starts.
@@ -147,8 +147,6 @@ def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
     for option in options_of(launch.words, table)[0]:
         reader.read(option, reader.settings)
     reader.finish()
-    if launchers:
-        set_ranks(reader.settings, launchers)
     job = of_settings(reader.settings)
     return replace(
         job,

@@ -7,6 +7,7 @@ read here, it runs (``compat.cli.run``) or has run (``hypergrid check -- COMMAND
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,15 +16,14 @@ from hypergrid.messages import shown
 
 LONGEST = 1 << 17  # characters of a line
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
-# The parts of a word by POSIX, "Quoting"; in double quotes $ and ` keep their meaning.
-_PART = re.compile(
-    r"""(?P<joined>\\\n)
-    | \\(?P<escaped>.)
-    | '(?P<single>[^']*)'
-    | "(?P<double>(?:[^"\\$`]|\\.)*)"
-    | (?P<blank>[ \t]+)
-    | (?P<plain>[^ \t\n\r\\'"$`*?[~{;|&<>()#]+)""",
-    re.S | re.X,
+# Words that every POSIX shell and Python's shlex split alike, and leave as they are.
+_DECIDED = re.compile(
+    r"""( [^\\'"$`*?[~{;|&<>()#\n]  # also blanks
+    | \\[\s\S]  # any character, and the end of a line
+    | '[^'\n]*'
+    | "([^"\\$`\n] | \\[^$`])*"
+    )*""",
+    re.X,
 )
 _WAYS = (
     "Put `hypergrid check --` before the command where your shell knows the values, or give its "
@@ -44,64 +44,28 @@ def command_of(line: str) -> Command:
 
     JobError if a shell would still have something to do: expand ``$X``, match ``*``, start a pipe.
     """
-    words: list[str] = []
-    variables = {}
-    for text, written in _words(line):
-        # A quoted name, 'A'=1, is a command of that name; += depends on what A is.
-        name = re.match(r"([A-Za-z_]\w*)(\+?)=", written)
-        if name is None or words:
-            words.append(text)
-        elif name[2]:
-            raise JobError(f"a shell would add {shown(written)} to what it knows. {_WAYS}")
-        else:
-            variables[name[1]] = text[name.end() :]
-    return Command(words, variables)
-
-
-def _words(line: str) -> list[tuple[str, str]]:
-    """The words of a line, and how each is written."""
     if len(line) > LONGEST:
         raise JobError(f"the launch line is longer than {LONGEST:,} characters.")
     if "\r" in line:
         raise JobError("the launch line has carriage returns: give it lines that end as on Linux.")
     line = line.strip()
-    words = []
-    word: str | None = None  # None between two words; '' is a word that is empty
-    start = 0
-    place = 0
-    while place < len(line):
-        part = _PART.match(line, place)
-        if part is None:
-            raise _not_decided(line, place)
-        if part["blank"] is not None:
-            if word is not None:
-                words.append((word, line[start:place]))
-            word = None
-            start = part.end()
-        elif part["joined"] is not None:
-            start = part.end() if word is None else start
-        else:
-            text = part[part.lastgroup or 0]
-            if part["double"] is not None:
-                # Before any other character the backslash stays.
-                text = re.sub(r'\\(["\\$`\n])', _unescaped, text)
-            word = (word or "") + text
-        place = part.end()
-    if word is not None:
-        words.append((word, line[start:]))
-    return words
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return "" if match[1] == "\n" else match[1]
+    decided = _DECIDED.match(line)
+    assert decided is not None  # it may be empty
+    if decided.end() < len(line):
+        raise _not_decided(line, decided.end())
+    words = shlex.split(line.replace("\\\n", ""))
+    variables = {}
+    while words and (assignment := ASSIGNMENT.fullmatch(words[0])):
+        # A quoted name, 'A'=1, is a command of that name.
+        if re.search(rf"(?<!\S){assignment[1]}=", line) is None:
+            break
+        variables[assignment[1]] = assignment[2]
+        del words[0]
+    return Command(words, variables)
 
 
 def _not_decided(line: str, place: int) -> JobError:
-    """The refusal of the word at a place, which a shell would change, or of a quote left open."""
-    start = len(re.sub(r"\S+$", "", line[:place]))
-    written = re.match(r"\S*", line[start:])
-    assert written is not None  # it may be empty
-    text = written[0] or line[place]
+    """The refusal of a line at the place up to which its words are decided."""
     if line[place] == "\n":
         return JobError(
             "the launch line has several lines. Join them by a backslash at the end of each, or "
@@ -109,7 +73,10 @@ def _not_decided(line: str, place: int) -> JobError:
         )
     if line[place] in "'\"\\" and "$" not in line[place:] and "`" not in line[place:]:
         return JobError(
-            f"the launch line has a quote or a backslash that is left open: {shown(text)}. Close "
-            f"it, or put `hypergrid check --` before the command in your shell."
+            f"the launch line has a quote or a backslash that is left open: {shown(line[place:])}. "
+            f"Close it, or put `hypergrid check --` before the command in your shell."
         )
-    return JobError(f"a shell would expand {shown(text)} in the launch line. {_WAYS}")
+    # The word that the shell would change: 'a'$X"b", of which the place is that of $.
+    start = max(line.rfind(blank, 0, place) for blank in " \t\n") + 1
+    word = line[start:].split(maxsplit=1)[0]
+    return JobError(f"a shell would expand {shown(word)} in the launch line. {_WAYS}")

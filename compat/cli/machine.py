@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import platform
@@ -18,6 +17,7 @@ from compat.transformer_engine import process as te_process
 from hypergrid.messages import install_command
 
 _SLOWEST = 300  # seconds for an import of megatron, on a file system that is slow
+_EXTRAS = {"PyYAML": "megatron", "matplotlib": "plot", "nvidia-resiliency-ext": "resiliency"}
 _REBUILD_TE = "Build it against this torch and CUDA: see its own documentation."
 _EMPTY_TE = "Found empty `transformer-engine` meta package"
 
@@ -39,8 +39,7 @@ def examined() -> Iterator[tuple[str, str, str]]:
     yield from _torch()
     yield from _megatron()
     yield from _transformer_engine()
-    yield _resiliency()
-    for name, extra in (("PyYAML", "megatron"), ("matplotlib", "plot")):
+    for name, extra in _EXTRAS.items():
         state = _installed(name)
         yield name, state or f"not installed; {install_command(extra)} if you need it", ""
     for name, value in sorted(os.environ.items()):
@@ -81,8 +80,6 @@ def _torch() -> Iterator[tuple[str, str, str]]:
     else:
         yield "backends", "none", "Install a torch with gloo."
     yield "creation", _creation(), ""
-    if "nccl" in backends:
-        yield from _nccl()
     yield _private_parts()
 
 
@@ -95,19 +92,6 @@ def _private_parts() -> tuple[str, str, str]:
     if lacking:
         return name, "; ".join(lacking), f"Use a torch that is {tested}."
     return name, f"all that are used are there; {tested}", ""
-
-
-def _nccl() -> Iterator[tuple[str, str, str]]:
-    """How NCCL is set; the watchdog matters where processes are restarted."""
-    from hypergrid.groups.closing import SETTINGS, WATCHDOG, unset
-
-    wrong_values = unset()
-    restarts = _installed("nvidia-resiliency-ext") is not None
-    for name, (needed, *_) in SETTINGS.items():
-        # The watchdog ends a process that a restart would keep.
-        needs_remedy = restarts and name == WATCHDOG and name in wrong_values
-        remedy = f"Set it to {needed} before the job." if needs_remedy else ""
-        yield name, wrong_values.get(name, needed), remedy
 
 
 def _creation() -> str:
@@ -143,8 +127,9 @@ def _megatron() -> Iterator[tuple[str, str, str]]:
         yield "megatron-core", "not installed", f"{install_command('megatron')} for the swap."
         return
     source = sources.imported_source()
-    if source is not None and not _is_of_package(source.path):
-        state = f"a checkout, {source.path.parents[2]}, which says {source.version or 'no version'}"
+    if source is not None:
+        # A checkout may come before the installed package.
+        state = f"{source.version or 'no version'} in {source.path.parents[2]}"
     release = ".".join(map(str, releases.RELEASE))
     yield "megatron-core", f"{state}; compat speaks as {release}", ""
     hiding_package = hiding()
@@ -152,15 +137,6 @@ def _megatron() -> Iterator[tuple[str, str, str]]:
         state = f"{hiding_package} has the same name"
         yield "package compat", state, "Start with hypergrid-launch."
     yield ("swap", *_trial())
-
-
-def _is_of_package(path: Path) -> bool:
-    """Whether a file is one of the installed megatron-core's, and not of a checkout before it."""
-    try:
-        files = metadata.distribution("megatron-core").locate_file("megatron/core")
-    except metadata.PackageNotFoundError:
-        return False
-    return path.parent.resolve() == Path(str(files)).resolve()
 
 
 def _trial() -> tuple[str, str]:
@@ -206,18 +182,6 @@ def _transformer_engine() -> Iterator[tuple[str, str, str]]:
         yield name, f"{state}, can be imported", ""
     else:
         yield name, f"{state}, cannot be imported: {probe.why}", _REBUILD_TE
-
-
-def _resiliency() -> tuple[str, str, str]:
-    name = "nvidia-resiliency-ext"
-    state = _installed(name)
-    if state is None:
-        return name, "not installed; only restarts inside the process need it", ""
-    try:
-        importlib.import_module("nvidia_resiliency_ext")
-    except Exception as error:
-        return name, f"{state}, and importing it fails: {error}", "Install what it asks for."
-    return name, state, ""
 
 
 def _checkout(home: Path) -> str:

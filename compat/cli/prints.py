@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -369,20 +368,13 @@ def audit(recordings: Audit) -> None:
         out.print(line.append(problem.text, "not bold default"))
         reads = f"{problem.reads:,} reads on {len(problem.ranks)} ranks"
         out.print(f"  {reads}; {problem.example}\n", style="dim")
-    rows: list[tuple[object, ...]] = []
-    for package, package_files in groupby(recordings.files(), lambda file: file.package):
-        files = list(package_files)
-        package_reads = sum(file.reads for file in files)
-        package_sites = sum(file.sites for file in files)
-        rows.append((Text(package, "bold"), f"{package_reads:,}", f"{package_sites:,}", ""))
-        for file in files:
-            most_read = file.names.most_common(_MOST_NAMES)
-            names = [f"{name} {count:,}" for name, count in most_read]
-            if len(file.names) > _MOST_NAMES:
-                names.append(f"{len(file.names) - _MOST_NAMES} more")
-            base = file.file.rpartition("/")[2]
-            rows.append((f"  {base}", f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
-    table(out, ("package and file", ">reads", ">sites", "of"), rows)
+    rows = []
+    for file in recordings.files():
+        names = [f"{name} {count:,}" for name, count in file.names.most_common(_MOST_NAMES)]
+        if len(file.names) > _MOST_NAMES:
+            names.append(f"{len(file.names) - _MOST_NAMES} more")
+        rows.append((file.file, f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
+    table(out, ("file", ">reads", ">sites", "of"), rows)
     ranks = f"{len(recordings.ranks)} ranks"
     # A rank that was restarted has recorded in several processes.
     if recordings.processes != len(recordings.ranks):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from compat.cli.line import LONGEST
@@ -23,13 +24,15 @@ _OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
 _MAY_HOLD_SIZES = re.compile(r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args")
 _FILE_OF_SIZES = re.compile(r".*\.(ya?ml|toml)")
-_DIM = r"(tp|pp|cp|ep|dp|etp|vpp?)"
+_DIM = r"(tp|pp|cp|ep|dp|etp|vp)p?"
 # --tp_size, --size-of-pp, --epParallel
 _SIZE_OF_DIM = re.compile(
     rf"(?i)(?:^|[-_.]){_DIM}[-_.]?(?:size|parallel)|(?:size|parallel)\w*[-_.]{_DIM}(?:$|[-_.])"
 )
 RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
-_LONG_NAME = 10  # letters; of two shorter ones each is soon within two edits of the other
+# Of two short names each is soon like the other.
+_SHORTEST = 6  # letters
+_ALIKE = 0.9  # of 1: two edits of a name of 26 letters
 
 _UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
 
@@ -113,31 +116,22 @@ class Reader:
         self.stray: list[tuple[str, str]] = []  # a flag that takes no value, and the word behind it
         self.without_value: list[str] = []  # flags that take one
         self._flag_before: str | None = None  # it takes no value
-        self._sizes: dict[str, dict[str, Any]] = {}  # of each prefix, as they are written
+        self._first_override: dict[str, str] = {}  # that holds a size, of each prefix
 
     def finish(self) -> None:
         """Refuse sizes of several models, of which only one can be the job."""
-        prefixes = list(self._sizes)
-        if self.prefix is not None:
-            if prefixes and self.prefix not in prefixes:
-                raise JobError(
-                    f"no override begins with {self.prefix}: sizes are those of "
-                    f"{' and '.join(prefixes)}. Choose one of these by --prefix."
-                )
-            return
-        for prefix in prefixes[1:]:
-            if self._sizes[prefix] != self._sizes[prefixes[0]]:
-                first_model = self._overrides_of(prefixes[0])
-                second_model = self._overrides_of(prefix)
-                raise JobError(
-                    f"{first_model} and {second_model} are sizes of different models. Choose one, "
-                    f"such as --prefix {prefixes[0]}"
-                )
-
-    def _overrides_of(self, prefix: str) -> str:
-        """The overrides as they are written."""
-        sizes = self._sizes[prefix].items()
-        return " ".join(f"{prefix}{name}={text}" for name, text in sizes)
+        prefixes = list(self._first_override)
+        if self.prefix is None and len(prefixes) > 1:
+            overrides = " and ".join(self._first_override.values())
+            raise JobError(
+                f"{overrides} are sizes of different models. Choose one, such as --prefix "
+                f"{prefixes[0]}"
+            )
+        if self.prefix is not None and prefixes and self.prefix not in prefixes:
+            raise JobError(
+                f"no override begins with {self.prefix}: sizes are those of "
+                f"{' and '.join(prefixes)}. Choose one of these by --prefix."
+            )
 
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""
@@ -225,12 +219,11 @@ class Reader:
         if row is None:
             return False
         if row.meaning in PARALLEL and row.meaning not in self.overrides:
+            self._first_override.setdefault(prefix, word)
             if self.prefix not in (None, prefix):
-                self._sizes.setdefault(prefix, {})
                 self.flags["without effect"].append(f"{prefix}{name}")
                 return True
-            self._sizes.setdefault(prefix, {})[name] = text
-        self.assumed = (_OF_OVERRIDES,)
+            self.assumed = (_OF_OVERRIDES,)
         # Hydra's word for a value that is not given.
         if text not in ("null", "None"):
             self.read(Option(f"{prefix}{name}", row, [text]), self.settings)
@@ -240,41 +233,24 @@ class Reader:
 def _meant(flag: str) -> str:
     """The flag of Megatron that holds a size and is meant by one that no table has; "" if none."""
     name = flag.lstrip("-").replace("_", "-").lower()
-    candidates = [size_flag for size_flag in SIZES if len(size_flag) >= _LONG_NAME]
-    # --tensor_model_parallel_size, which Megatron's parser does not take, and two letters too few.
-    for size_flag in candidates:
-        # argparse takes --tensor for it, if it may: Megatron's does not.
-        is_shortened = len(name) >= 6 and size_flag.startswith(name)
-        if is_shortened or _edits(name, size_flag) <= 2:
+    if len(name) >= _SHORTEST:
+        # --tensor-model-par: Megatron's parser takes no beginning of a flag.
+        for size_flag in SIZES:
+            if size_flag.startswith(name):
+                return size_flag
+        # --tensor_model_parallel_size, which it does not take either, and two letters too few.
+        long_flags = [size_flag for size_flag in SIZES if len(size_flag) >= _SHORTEST]
+        for size_flag in get_close_matches(name, long_flags, 1, _ALIKE):
             return size_flag
     dim = _SIZE_OF_DIM.search(flag.lstrip("-"))
     if dim is None:
         return ""
-    return _FLAG_OF_DIM[(dim[1] or dim[2]).lower()]
-
-
-_FLAG_OF_DIM = {
-    "tp": "tensor-model-parallel-size",
-    "pp": "pipeline-model-parallel-size",
-    "cp": "context-parallel-size",
-    "ep": "expert-model-parallel-size",
-    "etp": "expert-tensor-parallel-size",
-    "vp": "num-virtual-stages-per-pipeline-rank",
-    "vpp": "num-virtual-stages-per-pipeline-rank",
-    "dp": "tensor-model-parallel-size and its like, from which dp follows",
-}
-
-
-def _edits(first: str, second: str) -> int:
-    """How many letters are inserted, left out or replaced between two texts (Levenshtein)."""
-    row = list(range(len(second) + 1))
-    for place, letter in enumerate(first, 1):
-        row_above = row
-        row = [place]
-        for column, second_letter in enumerate(second, 1):
-            replaced = row_above[column - 1] + (letter != second_letter)
-            row.append(min(replaced, row_above[column] + 1, row[column - 1] + 1))
-    return row[-1]
+    short_flag = (dim[1] or dim[2]).lower()
+    if short_flag == "dp":
+        return "tensor-model-parallel-size and its like, from which dp follows"
+    # Of the names of a size the first is Megatron's.
+    meaning = SIZES[short_flag].meaning
+    return next(size_flag for size_flag, row in SIZES.items() if row.meaning == meaning)
 
 
 def _may_hold_sizes(option: Option) -> JobError:

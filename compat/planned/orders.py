@@ -97,24 +97,20 @@ def dp_across(
                 f"With order {ranked.order} groups of {kinds} stay inside {places}, and dp crosses."
             )
     sentence = f"No order keeps {kinds} inside {places} with dp across them"
-    largest_place = int(np.bincount(hosts.numbers).max())
-    dims = set[str]()
+    ranks_of_place = int(np.bincount(hosts.numbers).max())
+    dims: list[str] = []
     for name in SHARDS if has_experts(layouts) else ["decoder"]:
         layout = layouts[name].trimmed
         inner_dims = [dim for dim in layout.dims if dim != "dp"]
-        dims.update(inner_dims)
         ranks = math.prod(layout.size_of(dim) for dim in inner_dims)
-        product = " x ".join(inner_dims)
-        if name == "expert":
-            product += " of experts"
-        if largest_place % ranks:
+        if ranks_of_place % ranks or layout.offset % ranks:
+            product = " x ".join(inner_dims)
             return (
-                f"{sentence}: {product} is {ranks} ranks, and {largest_place}, the ranks in one of "
-                f"them, is no multiple."
+                f"{sentence}: {product} of the {name} is {ranks} ranks, which do not fill {places} "
+                f"of {ranks_of_place}."
             )
-        if layout.offset % ranks:
-            return f"{sentence}: {product} is {ranks} ranks, and the first one is {layout.offset}."
-    order = "-".join([*(dim for dim in DIMS if dim in dims - {"dp"}), "dp"])
+        dims += inner_dims
+    order = "-".join([*(dim for dim in DIMS if dim in dims), "dp"])
     return f"{sentence}. Megatron refuses {order}: {refusal_of(order)}"
 
 

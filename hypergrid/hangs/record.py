@@ -40,7 +40,6 @@ SCHEMA = 1
 SIGNAL = signal.SIGUSR1
 ASKED = "asked"  # a file: when it changes, every rank that shares the directory writes
 EARLIER = "earlier"  # a directory: what the previous run left
-LATER = "later"  # a directory: what a rank wrote of the same hang when it was torn down
 _TICK = 1.0  # seconds between looks at the groups
 _LOOK = 5.0  # seconds between looks at the directory and the calls
 # Bounds of a file of stacks.
@@ -66,7 +65,7 @@ def record(
     once and whenever they change, the rest on SIGUSR1, on ``AgreementError`` and
     ``CreationError``, on an uncaught exception, after ``after`` seconds in a collective, and when
     another rank with the same directory did so for that reason; once more when the script ends.
-    Of one hang the first recording stays, and an error of tearing it down goes to ``later/``.
+    Of one hang the first recording stays: an error of tearing it down is not written.
 
     Parameters
     ----------
@@ -190,25 +189,21 @@ class Recorder:
         """Write all three files now, from any thread. *Local*. What cannot be written is warned of.
 
         ``error`` is what ended this rank's work; the main thread's frames are then those where it
-        was raised. If the rank has called nothing since its last recording, an error is written to
-        ``later/``: tearing down a job that hangs makes its ranks raise, and the first recording
-        shows the hang.
+        was raised. If the rank has called nothing since its last recording, an error is not
+        written: tearing down a job that hangs makes its ranks raise, and the first recording shows
+        the hang.
         """
         with self._writing:
             self._attempt(self._write_groups)
             if self._rank is None:
                 return
-            folder = self._directory
             calls = self._counts()
             if error is not None and self._is_same_hang(calls):
-                folder = folder / LATER
-                self._attempt(lambda: _make_folder(folder))
-            else:
-                self._recorded_calls = calls
-            trace = folder / f"trace_{self._rank}"
-            stack = folder / f"stack_{self._rank}.json"
-            self._attempt(lambda: replace(trace, self._trace()))
-            self._attempt(lambda: replace(stack, self._stacks(reason, error)))
+                return
+            self._recorded_calls = calls
+            self._attempt(lambda: self._replace(f"trace_{self._rank}", self._trace()))
+            stack = f"stack_{self._rank}.json"
+            self._attempt(lambda: self._replace(stack, self._stacks(reason, error)))
 
     def _is_same_hang(self, calls: Mapping[str, int]) -> bool:
         """Whether this rank has written before, and has called nothing in any group since then."""
@@ -421,15 +416,13 @@ class Recorder:
 
     def _make_room(self, rank: int) -> None:
         """Move the rank's files of an earlier run."""
-        names = (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json")
-        for folder in ("", LATER):
-            source_folder = self._directory / folder
-            target_folder = self._directory / EARLIER / folder
-            for name in names:
-                if os.path.lexists(source_folder / name):
-                    _make_folder(self._directory / EARLIER)
-                    _make_folder(target_folder)
-                    os.replace(source_folder / name, target_folder / name)
+        earlier = self._directory / EARLIER
+        for name in (f"groups_{rank}.json", f"trace_{rank}", f"stack_{rank}.json"):
+            if os.path.lexists(self._directory / name):
+                earlier.mkdir(exist_ok=True)
+                if earlier.is_symlink():
+                    raise PermissionError(f"{earlier} is a link: remove it.")
+                os.replace(self._directory / name, earlier / name)
 
     def _stacks(self, reason: str, error: BaseException | None) -> bytes:
         raised = self._raised
@@ -492,13 +485,6 @@ def _names_of_groups() -> tuple[list[str], list[str]] | None:
     for owner in pool.live_pools():
         labels += [pooled.label for pooled in owner.groups]
     return list(of_torch.registered_groups().values()), labels
-
-
-def _make_folder(folder: Path) -> None:
-    """Create a folder beside the recordings. PermissionError if it is a link."""
-    folder.mkdir(exist_ok=True)
-    if folder.is_symlink():
-        raise PermissionError(f"{folder} is a link: remove it.")
 
 
 def _job() -> str:

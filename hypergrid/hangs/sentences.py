@@ -52,8 +52,6 @@ SENTENCES = {
     "rank never entered": "{state}{last}.",
     "unread": "left a dump that could not be read.",
     # The lines that follow.
-    "step": "rank {rank} {is_in} {entered} and waits for rank {needed}.",
-    "guessed step": "rank {rank} is in {function} and may wait for rank {needed}.",
     "line": "{call}: {entered:is in it and waits|are in it and wait} for {missed}.",
     "call at": "rank {rank} made the call in {place}.",
     "stack": "rank {rank} is in {place}.",

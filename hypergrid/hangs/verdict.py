@@ -235,8 +235,6 @@ class _Report:
     def _places(self) -> list[str]:
         """Where the ranks of the cause are, or those that wait for them."""
         cause = self.cause
-        if self.shows_circle:
-            return [self._step(*step) for step in cause.circle]
         lines = []
         if cause.kind == "mismatch":
             for rank, call in self.unequal:
@@ -252,14 +250,6 @@ class _Report:
                 if stack:
                     lines.append(self._say("stack", rank=rank, place=place_of(stack)))
         return lines
-
-    def _step(self, rank: int, needed: int, wait: Wait | None) -> str:
-        """Who waits for whom in a circle."""
-        if wait is None:
-            function = self.waiting.unseen.get(rank, "a call")
-            return self._say("guessed step", rank=rank, needed=needed, function=function)
-        is_in = "has queued" if rank in wait.behind else "is in"
-        return self._say("step", rank=rank, needed=needed, is_in=is_in, entered=self._call(wait))
 
     # The fields of what is known.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import install_command, shortened, shown
@@ -29,24 +30,25 @@ INK = "#16181c"  # on a tile
 # A picture has no background. These two keep a contrast of almost 4 on a white and on a dark page.
 TEXT = "#797f8b"
 CROSSING = "#dd4b39"
-# Inches.
-CELL = 0.29
-GAP = 0.09
-PITCH = CELL + GAP
-MARGIN = 0.25
-HEADING = 0.22  # the height of a line of the heading
-HEAD = 0.5  # the height of a panel's own heading
-LETTER = 0.075  # a little more than a letter of the small text needs
+CELL = 0.38  # inches of a rank
+TILE = 0.8  # of a cell
 COLUMNS = 8  # ranks side by side; a larger host takes several lines
 WHOLE = 256  # ranks up to which no line is left out
 MOST_RANKS = 4096  # of a picture: 1,048,576 take over a minute
+WIDEST = 12  # inches
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hypergrid",
     "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 8,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT,
+    "text.parse_math": False,
 }
-
-Point: TypeAlias = tuple[float, float]
 
 
 def picture(
@@ -103,21 +105,16 @@ def picture(
         panels.append(_Panel(drawn_layouts[name], hosts, dim, within or {}, title))
     try:
         import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             f"drawing a picture needs matplotlib: {install_command('plot')}."
         ) from error
-
-    figure = Figure(dpi=200, facecolor="none")
-    FigureCanvasAgg(figure)
     # Without a date, equal plans have equal pictures.
     metadata = None
     if suffix == ".svg":
         metadata = {"Date": None}
     with matplotlib.rc_context(STYLE):
-        _compose(figure, panels, drawn_layouts)
+        figure = _drawn(panels, _heading(panels[0], drawn_layouts))
         figure.savefig(path, metadata=metadata)
 
 
@@ -150,47 +147,40 @@ def _titles(layouts: Mapping[str, RankLayout], by: str | None) -> dict[tuple[str
     return titles
 
 
-def _compose(figure: Figure, panels: list[_Panel], layouts: Mapping[str, RankLayout]) -> None:
+def _drawn(panels: Sequence[_Panel], heading: Sequence[str]) -> Figure:
     """The heading, the panels in lines of equal length, a note below them."""
-    panel_width = max(panel.width for panel in panels) + MARGIN
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    longest_label = max(len(label) for panel in panels for label, _ in panel.lines)
+    width = CELL * panels[0].columns + 0.08 * longest_label + 1
     # Five panels of which four fit side by side are lines of three and two.
-    fitting = max(1, int(12 / panel_width))
+    fitting = max(1, int(WIDEST / width))
     line_count = -(-len(panels) // fitting)
     per_line = -(-len(panels) // line_count)
-    lines = []
-    for start in range(0, len(panels), per_line):
-        lines.append(panels[start : start + per_line])
-    line_heights = []
-    for line in lines:
-        line_heights.append(max(panel.height for panel in line) + MARGIN)
-    heading = _heading(panels[0], layouts)
-    longest = max(map(len, heading))
-    heading_width = 1.4 * LETTER * longest + MARGIN
-    top = MARGIN + HEADING * len(heading) + 0.12
-    width = max(per_line * panel_width, heading_width) + MARGIN
-    height = top + sum(line_heights) + 0.32
-    figure.set_size_inches(width, height)
-    axes = _axes(figure, 0, 0)
-    y = MARGIN
-    for text in heading:
-        _text(axes, (MARGIN, y), text, 11, weight="bold")
-        y += HEADING
-    y = top
-    for line, line_height in zip(lines, line_heights, strict=True):
-        x = MARGIN
-        for panel in line:
-            panel.draw(_axes(figure, x + panel.tiles_x, y))
-            x += panel_width
-        y += line_height
+    longest = max(len(panel.lines) for panel in panels)
+    height = CELL * longest + 0.9
+    longest_text = max(map(len, heading))
+    size = (max(width * per_line, 0.1 * longest_text), height * line_count + 0.25 * len(heading))
+    figure = Figure(figsize=size, dpi=200, facecolor="none", layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(line_count, per_line, squeeze=False)
+    for axes, panel in zip_longest(grid.flat, panels):
+        axes.set_axis_off()
+        if panel is not None:
+            axes.set_axis_on()
+            panel.draw(axes, longest)
+    figure.suptitle("\n".join(heading), x=0.01, ha="left", fontsize=11, weight="bold")
     note = f"Framed: the group of rank {panels[0].layout.offset}."
     if any(panel.groups > len(COLOURS) for panel in panels):
         note += f" Colours repeat after {len(COLOURS)} groups."
-    _text(axes, (MARGIN, y), note, 8)
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=8)
+    return figure
 
 
 def _heading(panel: _Panel, layouts: Mapping[str, RankLayout]) -> list[str]:
     """How many ranks and hosts, and the sizes of each layout; a text of a file may be endless."""
-    host_count = len(panel.boxes)
+    host_count = panel.hosts
     hosts = f"{host_count:,} hosts"
     if host_count == 1:
         hosts = "1 host"
@@ -205,7 +195,7 @@ def _heading(panel: _Panel, layouts: Mapping[str, RankLayout]) -> list[str]:
 
 
 class _Panel:
-    """One dim: the lines of ranks that are shown, where each is, and what its groups cross."""
+    """One dim: the lines of ranks that are shown, each with its label, and what groups cross."""
 
     def __init__(
         self,
@@ -218,7 +208,6 @@ class _Panel:
         self.layout = layout
         self.dim = dim
         self.title = title
-        self.boxes = ranks_by_host(layout, hosts)
         self.members = layout.group(layout.offset, dim)
         self.groups = layout.size // len(self.members)
         boundary = boundary_of(layout, hosts, within)
@@ -226,45 +215,33 @@ class _Panel:
         # Of each group that is on several hosts, or domains: on how many.
         self.crossing = touched[touched > 1]
         self.reach = self._reach(boundary)
-        largest_host = max(map(len, self.boxes.values()))
-        self.columns = min(COLUMNS, largest_host)
-        self.places: dict[int, Point] = {}  # the upper left corner of each rank that is shown
-        self.notes: list[tuple[float, str]] = []  # texts beside the ranks, and how far down
-        self.height = self._place(within)
-        longest_note = max(len(text) for _, text in self.notes)
-        self.tiles_x = LETTER * longest_note + 0.12
-        tiles_end = self.tiles_x + self.columns * PITCH
-        self.width = max(tiles_end, LETTER * len(self.reach), 2.45)
+        ranks_of = ranks_by_host(layout, hosts)
+        self.hosts = len(ranks_of)
+        self.columns = min(COLUMNS, max(map(len, ranks_of.values())))
+        self.lines = list(self._lines(ranks_of, within))
 
-    def _place(self, within: Mapping[str, str]) -> float:
-        """Put each line of ranks below the one before it, from the left; returns the height."""
-        y = HEAD
+    def _lines(
+        self, ranks_of: Mapping[str, list[int]], within: Mapping[str, str]
+    ) -> Iterator[tuple[str, list[int]]]:
+        """The lines from top to bottom; domains, and ranks left out, are lines without ranks."""
         hidden = 0
         last_domain = ""
-        for host, ranks in self.boxes.items():
+        for host, ranks in ranks_of.items():
             domain = within.get(host, "")
-            is_named = False
+            label = _short(host)
             for start in range(0, len(ranks), self.columns):
                 line = ranks[start : start + self.columns]
                 if not self._is_shown(line):
                     hidden += len(line)
                     continue
                 if hidden:
-                    self.notes.append((y + 0.06, f"+ {hidden:,} ranks"))
-                    y += 0.36
+                    yield f"+ {hidden:,} ranks", []
                     hidden = 0
                 if domain != last_domain:
-                    self.notes.append((y + 0.1, _short(domain)))
-                    y += 0.3
+                    yield _short(domain), []
                     last_domain = domain
-                if not is_named:
-                    y += 0.07
-                    self.notes.append((y + CELL / 2 - 0.055, _short(host)))
-                    is_named = True
-                for column, rank in enumerate(line):
-                    self.places[rank] = (column * PITCH, y)
-                y += PITCH
-        return y
+                yield label, line
+                label = ""
 
     def _is_shown(self, line: list[int]) -> bool:
         """Whether a line is drawn: of a large job the first ranks, the first group, the last."""
@@ -273,9 +250,7 @@ class _Panel:
         first_ranks = 4 * self.columns
         if line[0] < self.layout.offset + first_ranks:
             return True
-        last_host = list(self.boxes)[-1]
-        last_rank = self.boxes[last_host][-1]
-        shown_ranks = {*self.members[:5], self.members[-1], last_rank}
+        shown_ranks = {*self.members[:5], self.members[-1], self.layout.stop - 1}
         return not shown_ranks.isdisjoint(line)
 
     def _reach(self, boundary: Boundary) -> str:
@@ -294,60 +269,35 @@ class _Panel:
             return f"every group crosses {boundary.plural} ({span})"
         return f"{count:,} of {self.groups:,} groups cross ({span})"
 
-    def draw(self, axes: Axes) -> None:
-        """Draw it on axes whose zero is the upper left corner of the tiles, in inches."""
-        text_x = -self.tiles_x
-        _text(axes, (text_x, 0), f"{self.title} = {len(self.members)}", 10, weight="bold")
-        reach_colour = TEXT
+    def draw(self, axes: Axes, height: int) -> None:
+        """Draw it on axes on which a rank is a unit wide and high, and which have that height."""
+        from matplotlib.patches import Rectangle
+
+        axes.set(xlim=(-0.5, COLUMNS - 0.5), ylim=(height - 0.5, -0.5), aspect="equal")
+        axes.set_anchor("NW")
+        axes.spines[:].set_visible(False)
+        axes.set_title(f"{self.title} = {len(self.members)}", loc="left", pad=18)
+        axes.set_xticks([])
+        axes.xaxis.set_label_position("top")
+        axes.set_xlabel(self.reach, loc="left")
         if len(self.crossing):
-            reach_colour = CROSSING
-        _text(axes, (text_x, 0.2), self.reach, 8, color=reach_colour)
-        for y, text in self.notes:
-            _text(axes, (text_x, y), text, 8)
+            axes.xaxis.label.set_color(CROSSING)
+        axes.set_yticks(range(len(self.lines)), [label for label, _ in self.lines])
+        axes.tick_params(length=0)
         numbers = group_numbers(self.layout, self.dim)
         colour_of: dict[int, str] = {}
-        for rank, place in self.places.items():
-            # A group takes the next colour, so that groups side by side differ.
-            next_colour = COLOURS[len(colour_of) % len(COLOURS)]
-            colour = colour_of.setdefault(numbers[rank], next_colour)
-            self._draw_rank(axes, rank, place, colour)
-
-    def _draw_rank(self, axes: Axes, rank: int, place: Point, colour: str) -> None:
-        x, y = place
-        _tile(axes, place, CELL, facecolor=colour, linewidth=0)
-        if rank in self.members:
-            # The frame is inside the tile: there it is seen on light and on dark pages.
-            corner = (x + 0.03, y + 0.03)
-            _tile(axes, corner, CELL - 0.06, facecolor="none", edgecolor=INK, linewidth=1.5)
-        # Numbers of three and more digits are smaller.
-        digits = len(str(self.layout.stop - 1))
-        size = 8.5
-        if digits > 2:
-            size = min(8.0, 26 / digits)
-        centre = (x + CELL / 2, y + CELL / 2)
-        _text(axes, centre, str(rank), size, ha="center", va="center_baseline", color=INK)
-
-
-def _axes(figure: Figure, x: float, y: float) -> Axes:
-    """Axes over the whole figure, in inches to the right of and below this place."""
-    width, height = figure.get_size_inches()
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(-x, width - x)
-    axes.set_ylim(height - y, -y)
-    axes.set_axis_off()
-    return axes
-
-
-def _tile(axes: Axes, corner: Point, size: float, **style: Any) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    box = FancyBboxPatch(corner, size, size, boxstyle="round,pad=0,rounding_size=0.04", **style)
-    axes.add_patch(box)
-
-
-def _text(axes: Axes, place: Point, text: str, size: float, **style: Any) -> None:
-    style = {"va": "top", "color": TEXT, **style}
-    axes.text(*place, text, fontsize=size, parse_math=False, **style)
+        for y, (_, ranks) in enumerate(self.lines):
+            for x, rank in enumerate(ranks):
+                # A group takes the next colour, so that groups side by side differ.
+                next_colour = COLOURS[len(colour_of) % len(COLOURS)]
+                colour = colour_of.setdefault(numbers[rank], next_colour)
+                corner = (x - TILE / 2, y - TILE / 2)
+                tile = Rectangle(corner, TILE, TILE, facecolor=colour, edgecolor=colour)
+                if rank in self.members:
+                    tile.set(edgecolor=INK, linewidth=1.5)
+                axes.add_patch(tile)
+                size = 8.5 if rank < 1000 else 6.5
+                axes.text(x, y, str(rank), fontsize=size, ha="center", va="center", color=INK)
 
 
 def _short(name: str) -> str:

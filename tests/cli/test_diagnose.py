@@ -85,7 +85,7 @@ def test_files_that_cannot_be_read_are_named_and_no_dumps_is_a_refusal(recorded)
     assert "Not used:\n  trace_1 cannot be read" in run(f"diagnose {recorded}", status=1)
     (recorded / "empty").mkdir()
     assert "has no dump of a rank" in run(f"diagnose {recorded / 'empty'}", status=2)
-    assert "Some seem to be in left." in run(f"diagnose {recorded.parent}", status=2)
+    assert "has no dump of a rank: trace_RANK" in run(f"diagnose {recorded.parent}", status=2)
     assert "there is no directory" in run(f"diagnose {recorded / 'nowhere'}", status=2)
 
 

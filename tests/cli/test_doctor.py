@@ -65,19 +65,3 @@ def test_the_doctor_gives_the_last_words_of_an_import_that_fails(package):
     package("megatron", "import einops")
     state, remedy = machine._trial()
     assert state == "fails: OSError: libmagic.so: cannot open" and "Fix" in remedy
-
-
-@pytest.mark.parametrize(
-    ("variable", "installed", "warned"),
-    [(None, "0.6", True), (None, None, False), ("1", "0.6", True), ("0", "0.6", False)],
-)
-def test_the_doctor_says_what_ends_processes_that_begin_again(
-    variable, installed, warned, monkeypatch
-):
-    monkeypatch.setattr(machine, "_installed", lambda name: installed)
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", variable)
-    (_, watchdog, remedy), _ = machine._nccl()
-    assert bool(remedy) == warned
-    assert watchdog == "0" or watchdog.startswith(f"{variable or 3}, not 0: NCCL's watchdog ends")

@@ -115,6 +115,13 @@ def test_the_script_and_its_words_are_told_from_the_launchers(started_by, script
     assert ("order" in job_of(Command(words)).arguments) == ("order" in started_by)
 
 
+def test_a_step_of_srun_that_says_otherwise_than_its_job_is_refused_in_a_script_too(tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text("export SLURM_NNODES=4 SLURM_NTASKS=32\nsrun -N 2 python p.py --tp 2\n")
+    answer = run(f"plan --run {script}", 2, prints_first=True)
+    assert "srun is told otherwise by SLURM_NNODES=4." in answer
+
+
 def test_settings_beside_a_command_win_over_it():
     assert job_in(f"{RUN} --tp 8", world_size=64, tp=4).arguments == {
         "tensor_model_parallel_size": 4

@@ -81,7 +81,7 @@ def test_the_ranking_is_that_of_counting_every_group_in_every_order(data, tp, cp
     }
     if "with dp across" in across:
         assert True not in counts_inside
-        assert "is no multiple" in across or "must be" in across
+        assert "do not fill" in across or "must be" in across
     elif across:
         assert True in counts_inside
 
