@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import combinations
-from math import isfinite, prod
+from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from compat.verification.layout import INSTANCES, Layout
 from compat.verification.step import Computed, Piece, Place, whole_tensors
 from hypergrid.messages import few
 
@@ -41,7 +40,7 @@ class Finding:
     ranks: tuple[int, ...]  # where it differs
     error: float  # the norm of the difference, relative to the right value's
     factor: float | None = None  # what the right value was multiplied by, if that is all
-    meaning: str = ""  # such as "the size of tp"
+    meaning: str = ""  # such as "differs between replicas"
     step: int = 1
 
     @property
@@ -63,10 +62,7 @@ class Finding:
             return "is 0"
         if self.factor is None or abs(self.factor - 1) < _SAME_FACTOR:
             return f"differs by {self.error:.2g} of its size"
-        difference = f"is {self.factor:.4g} times that of one rank"
-        if self.meaning:
-            difference += f" ({self.meaning})"
-        return difference
+        return f"is {self.factor:.4g} times that of one rank"
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns of ``--allow`` is for this finding."""
@@ -188,8 +184,8 @@ def _difference(value: torch.Tensor, right: torch.Tensor, least: float) -> _Diff
     return _Difference(error, factor)
 
 
-def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) -> list[Finding]:
-    """Every quantity of ``layout`` that differs from the reference by more than rounding does.
+def findings(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
+    """Every quantity of a layout that differs from the reference by more than rounding does.
 
     The second step is compared only where the first agrees: it begins with what the first left.
     """
@@ -198,7 +194,7 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
         *_parts_that_are_equal(ranks),
         *_spreads_that_differ(reference.computed, ranks),
     ]
-    first_step = _of_step(reference, layout, ranks)
+    first_step = _of_step(reference, ranks)
     if first_step or reference.next_step is None:
         return differing + first_step
     next_results = []
@@ -207,12 +203,12 @@ def findings(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
         if computed.next_step is None:
             return differing
         next_results.append(computed.next_step)
-    for finding in _of_step(reference.next_step, layout, next_results):
+    for finding in _of_step(reference.next_step, next_results):
         differing.append(replace(finding, step=2))
     return differing
 
 
-def _of_step(reference: Reference, layout: Layout, ranks: Sequence[Computed]) -> list[Finding]:
+def _of_step(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
     differing = list(_whole_model(reference, ranks))
     for quantity in KINDS:
         differing += _parameters(quantity, reference, ranks)
@@ -225,7 +221,7 @@ def _of_step(reference: Reference, layout: Layout, ranks: Sequence[Computed]) ->
         # A wrong gradient is one finding, not two.
         if finding.quantity == "update" and finding.name in wrong_gradients:
             continue
-        kept.append(_with_meaning(finding, layout))
+        kept.append(finding)
     return kept
 
 
@@ -499,36 +495,6 @@ def _finding(quantity: str, name: str, by_rank: dict[int, _Difference]) -> Findi
 
 def _error(difference: _Difference) -> float:
     return difference.error
-
-
-def _with_meaning(finding: Finding, layout: Layout) -> Finding:
-    """The finding with the dims whose size is its factor: 2 under tp=2 is "the size of tp"."""
-    if finding.factor is None or finding.factor <= 0 or finding.meaning:
-        return finding
-    sizes = {
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "pp": layout.pp,
-        "dp": layout.dp,
-        "ep": layout.ep,
-        "etp": layout.etp or 1,
-        INSTANCES: layout.options.get(INSTANCES, 1),
-    }
-    larger_dims = [name for name, size in sizes.items() if size > 1]
-    for number in (1, 2):
-        meanings = []
-        for dims in combinations(larger_dims, number):
-            size = prod(sizes[name] for name in dims)
-            product = " x ".join(dims)
-            if _are_near(finding.factor, size):
-                meanings.append(product)
-            if number == 2:
-                product = f"({product})"
-            if _are_near(finding.factor, 1 / size):
-                meanings.append(f"1/{product}")
-        if meanings:
-            return replace(finding, meaning=f"the size of {' or '.join(meanings)}")
-    return finding
 
 
 def _are_near(factor: float, right: float) -> bool:

@@ -364,7 +364,7 @@ class _Job:
                 reference = self.reference(layout.alone())
                 ranks, *dropping = self._run_layout(layout, variants)
                 self._computed[layout] = ranks
-                differing = findings(reference, layout, ranks)
+                differing = findings(reference, ranks)
                 if dropping:
                     differing += draws_that_are_wrong(dropping[0])
                 if len(dropping) > 1:
@@ -436,7 +436,7 @@ class _Job:
             return first_half | self._seen(layout, trials[middle:], end)
         seen = {}
         for trial, ranks in zip(trials, by_variant, strict=False):
-            wrong, _ = self._sorted(findings(self.reference(layout.alone()), layout, ranks))
+            wrong, _ = self._sorted(findings(self.reference(layout.alone()), ranks))
             seen[trial.left_out] = bool(wrong)
         rest = trials[len(by_variant) :]
         if rest:
