@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import combinations
 from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from compat.verification.step import Computed, Piece, Place, whole_tensors
+from compat.verification.step import Computed, Piece, digest, whole_tensors
 from hypergrid.messages import few
 
 _OWN = "initial value"  # of a weight that the job itself made
@@ -28,7 +27,10 @@ _SPREAD = 4  # times the double error of a standard deviation: what chance does 
 _TINY = 1e-30  # instead of a size of 0
 _SAME_FACTOR = 1e-3  # how near two factors are that count as the same
 # What is compared of each tensor, and where a step's results hold it.
-KINDS = {"gradient": "gradients", "update": "updates", "buffer": "buffers"}
+KINDS = {
+    **{"loss": "losses", "tokens": "tokens"},
+    **{"gradient": "gradients", "update": "updates", "buffer": "buffers"},
+}
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,8 @@ class Reference:
             # A gradient that is 0 by mathematics has nothing but rounding: a bias of keys, which
             # adds the same to all scores of a query.
             if tolerance > NOISE_FLOOR and not self._is_zero(kind, name):
-                quantity = kind.removesuffix("s")
                 change = tolerance / MARGIN
-                return f"the {quantity} of {name} changes by {change:.2g}"
+                return f"{kind} of {name or 'all'} change by {change:.2g}"
         if self.next_step is None:
             return ""
         return self.next_step.noise()
@@ -190,8 +191,7 @@ def findings(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
     The second step is compared only where the first agrees: it begins with what the first left.
     """
     differing = [
-        *_replicas_that_differ(ranks),
-        *_parts_that_are_equal(ranks),
+        *_initial_values_that_are_wrong(ranks),
         *_spreads_that_differ(reference.computed, ranks),
     ]
     first_step = _of_step(reference, ranks)
@@ -209,9 +209,9 @@ def findings(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
 
 
 def _of_step(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
-    differing = list(_whole_model(reference, ranks))
+    differing = list(_norms(reference, ranks))
     for quantity in KINDS:
-        differing += _parameters(quantity, reference, ranks)
+        differing += _tensors(quantity, reference, ranks)
     wrong_gradients = set()
     for finding in differing:
         if finding.quantity == "gradient":
@@ -225,77 +225,24 @@ def _of_step(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
     return kept
 
 
-def _replicas_that_differ(ranks: Sequence[Computed]) -> Iterator[Finding]:
-    """Weights that replicas have initialised differently, before they got those of one rank."""
-    holders: dict[Place, dict[str, set[int]]] = {}
-    for rank, computed in enumerate(ranks):
-        for place, value in computed.own_initial.items():
-            holders.setdefault(place, {}).setdefault(value.digest, set()).add(rank)
-    odd_ranks: dict[str, set[int]] = {}
-    for (name, _), by_digest in holders.items():
-        # The ranks that do not have what most have; of as many, the later ones.
-        majority = max(by_digest.values(), key=len)
-        odd = set().union(*by_digest.values()) - majority
-        if odd:
-            odd_ranks.setdefault(name, set()).update(odd)
-    for name, rank_set in odd_ranks.items():
-        yield _initial_value(name, rank_set, "differs between replicas")
-
-
-def _parts_that_are_equal(ranks: Sequence[Computed]) -> Iterator[Finding]:
-    """Parts of one tensor for which ranks have drawn the same numbers.
+def _initial_values_that_are_wrong(ranks: Sequence[Computed]) -> Iterator[Finding]:
+    """Weights as the job itself made them: equal on replicas, unlike in two parts of a tensor.
 
     Example: with one seed for all tp ranks, a weight has two equal halves. Experts count as parts
     of one tensor, ``weight[0]`` and ``weight[1]``.
     """
-    places: dict[tuple[str, str], set[Place]] = {}
-    holders: dict[tuple[str, str], set[int]] = {}
+    by_place = []
+    by_value = []
     for rank, computed in enumerate(ranks):
-        for place, value in computed.own_initial.items():
-            if not value.is_drawn:
-                continue
-            name, _ = place
-            tensor_name, _, _ = name.partition("[")
-            key = (tensor_name, value.digest)
-            places.setdefault(key, set()).add(place)
-            holders.setdefault(key, set()).add(rank)
-    for key, equal_places in places.items():
-        if len(equal_places) > 1:
-            tensor_name, _ = key
-            yield _initial_value(tensor_name, holders[key], "is the same in two parts")
-
-
-def _spreads_that_differ(alone: Computed, ranks: Sequence[Computed]) -> Iterator[Finding]:
-    """Weights that the layout draws from a wider or narrower distribution than one rank does."""
-    right_squares = _squares([alone])
-    for name, (square, count) in _squares(ranks).items():
-        right_square, right_count = right_squares.get(name, (0.0, 0))
-        if min(square, right_square) == 0:
-            continue
-        # Twice the relative error of a standard deviation of so many numbers from a bell curve.
-        error = (2 / count + 2 / right_count) ** 0.5
-        factor = (square / count * right_count / right_square) ** 0.5
-        if abs(factor - 1) > _SPREAD * error:
-            meaning = f"has {factor:.2g} times the standard deviation of one rank's"
-            yield _initial_value(name, set(range(len(ranks))), meaning)
-
-
-def _squares(ranks: Sequence[Computed]) -> dict[str, tuple[float, int]]:
-    """The sum of squares of each drawn tensor and the count of its numbers, each part once."""
-    parts = {}
-    for computed in ranks:
-        for place, value in computed.own_initial.items():
-            if value.is_drawn:
-                parts[place] = value
-    squares: dict[str, tuple[float, int]] = {}
-    for (name, _), value in parts.items():
-        square, count = squares.get(name, (0.0, 0))
-        squares[name] = square + value.square, count + value.numel
-    return squares
-
-
-def _initial_value(name: str, ranks: set[int], meaning: str) -> Finding:
-    return Finding(_OWN, name, tuple(sorted(ranks)), 1.0, meaning=meaning)
+        for piece in computed.own_initial:
+            tensor_name, _, _ = piece.name.partition("[")
+            value = digest(piece.value)
+            by_place.append((rank, piece.place, value))
+            # The weight of a norm is the same number everywhere.
+            if piece.value.min() < piece.value.max():
+                by_value.append((rank, (tensor_name, value), piece.place))
+    yield from _with_several_values(_OWN, by_place, "differs between replicas")
+    yield from _with_several_values(_OWN, by_value, "is the same in two parts")
 
 
 def draws_that_are_wrong(ranks: Sequence[Computed]) -> Iterator[Finding]:
@@ -303,23 +250,50 @@ def draws_that_are_wrong(ranks: Sequence[Computed]) -> Iterator[Finding]:
 
     Example: outside of ``fork()``, all tp ranks drop the same places of their parts of a sequence.
     """
-    wrong_ranks: dict[tuple[str, str], set[int]] = {}
-    for group in sorted({computed.tensor_parallel_ranks for computed in ranks}):
-        if len({len(ranks[rank].draws) for rank in group}) > 1:
-            yield Finding(_DRAWN, "", group, 1.0, meaning="is not as frequent on each of them")
-        for draws in zip(*(ranks[rank].draws for rank in group), strict=False):
-            for (rank, draw), (other_rank, other) in combinations(
-                zip(group, draws, strict=True), 2
-            ):
-                is_replica = draw.input == other.input
-                if is_replica == (draw.state == other.state):
-                    continue
-                meaning = "drops the same places of two parts"
-                if is_replica:
-                    meaning = "drops other places on replicas"
-                wrong_ranks.setdefault((draw.place, meaning), set()).update((rank, other_rank))
-    for (place, meaning), rank_set in wrong_ranks.items():
-        yield Finding(_DRAWN, place, tuple(sorted(rank_set)), 1.0, meaning=meaning)
+    by_input = []
+    by_state = []
+    for rank, computed in enumerate(ranks):
+        for number, draw in enumerate(computed.draws):
+            where = (draw.place, number, computed.tensor_parallel_ranks)
+            by_input.append((rank, (*where, draw.input), draw.state))
+            by_state.append((rank, (*where, draw.state), draw.input))
+    yield from _with_several_values(_DRAWN, by_input, "drops other places on replicas")
+    yield from _with_several_values(_DRAWN, by_state, "drops the same places of two parts")
+
+
+def _with_several_values(
+    quantity: str, values: Sequence[tuple[int, tuple[Any, ...], Any]], meaning: str
+) -> Iterator[Finding]:
+    """A finding for each key that has several values; of each, a rank, the key and the value.
+
+    A key begins with the name of what it stands for.
+    """
+    values_of_key: dict[tuple[Any, ...], set[Any]] = {}
+    for _, key, value in values:
+        values_of_key.setdefault(key, set()).add(value)
+    ranks_of_name: dict[str, set[int]] = {}
+    for rank, key, _ in values:
+        if len(values_of_key[key]) > 1:
+            ranks_of_name.setdefault(key[0], set()).add(rank)
+    for name, rank_set in ranks_of_name.items():
+        yield Finding(quantity, name, tuple(sorted(rank_set)), 1.0, meaning=meaning)
+
+
+def _spreads_that_differ(alone: Computed, ranks: Sequence[Computed]) -> Iterator[Finding]:
+    """Weights that the layout draws from a wider or narrower distribution than one rank does."""
+    pieces = []
+    for computed in ranks:
+        pieces.extend(computed.own_initial)
+    right_tensors = whole_tensors(alone.own_initial)
+    for name, tensor in whole_tensors(pieces).items():
+        size = float(tensor.norm())
+        right_size = float(right_tensors[name].norm())
+        # Twice the relative error of a standard deviation of so many numbers from a bell curve.
+        error = 2 / tensor.numel() ** 0.5
+        if abs(size - right_size) > _SPREAD * error * right_size:
+            factor = size / right_size
+            meaning = f"has {factor:.2g} times the standard deviation of one rank's"
+            yield Finding(_OWN, name, tuple(range(len(ranks))), 1.0, meaning=meaning)
 
 
 def recomputed_gradients_that_differ(
@@ -329,7 +303,7 @@ def recomputed_gradients_that_differ(
 
     It adds the parts of a gradient in another order, so the last bits may differ.
     """
-    by_name: dict[str, dict[int, _Difference]] = {}
+    by_name: dict[str, list[tuple[int, _Difference]]] = {}
     for rank, (computed, right) in enumerate(zip(recomputing, keeping, strict=True)):
         right_values = {piece.place: piece.value for piece in right.gradients}
         for piece in computed.gradients:
@@ -339,19 +313,23 @@ def recomputed_gradients_that_differ(
                 continue
             difference = reference.difference("gradients", piece, right_value)
             if difference.error > reference.limit("gradients", piece.name):
-                by_name.setdefault(piece.name, {})[rank] = difference
-    for name, by_rank in by_name.items():
-        yield _finding(_RECOMPUTED, name, by_rank)
+                by_name.setdefault(piece.name, []).append((rank, difference))
+    for name, differences in by_name.items():
+        yield _finding(_RECOMPUTED, name, differences)
 
 
 def same_results(first: Computed, second: Computed) -> bool:
-    """Whether two runs have the same parameters, losses and gradient norms, to the last bit."""
-    first_names = {piece.name for piece in first.gradients}
-    second_names = {piece.name for piece in second.gradients}
-    if first_names != second_names:
+    """Whether two runs of one rank have the same results, to the last bit."""
+    if first.norm != second.norm:
         return False
-    if first.losses != second.losses or first.norm != second.norm:
-        return False
+    for kind in KINDS.values():
+        tensors = whole_tensors(getattr(first, kind))
+        others = whole_tensors(getattr(second, kind))
+        if tensors.keys() != others.keys():
+            return False
+        for name, tensor in tensors.items():
+            if not torch.equal(tensor, others[name]):
+                return False
     if first.next_step is None or second.next_step is None:
         return True
     return same_results(first.next_step, second.next_step)
@@ -383,86 +361,43 @@ def unmoved(computed: Computed) -> set[str]:
     return names
 
 
-def _whole_model(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
-    # Of the gradients as they are, each part counted once: a wrong gradient is no wrong norm.
-    parts = {}
-    even_squares: dict[Place, float] = {}
-    for computed in ranks:
-        for piece in computed.gradients:
-            parts[piece.place] = piece.value
-        even_squares |= computed.even_squares
-    right_norm = _norm(parts.values())
+def _norms(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
+    """Gradient norms that are not those of the layout's own gradients.
+
+    A wrong gradient is no wrong norm.
+    """
     norms = [computed.norm for computed in ranks]
-    yield from _gradient_norm("gradient norm", right_norm, norms, reference.tolerance)
-    if even_squares:
-        right_norm = sum(even_squares.values()) ** 0.5
-        norms = [computed.even_norm for computed in ranks]
-        yield from _gradient_norm(_EVEN, right_norm, norms, reference.tolerance)
-    yield from _sums_over_ranks("loss", "total", reference, ranks)
-    yield from _sums_over_ranks("tokens", "tokens", reference, ranks)
+    gradients = [computed.gradients for computed in ranks]
+    yield from _norm_of("gradient norm", norms, gradients, reference.tolerance)
+    norms = [computed.even_norm for computed in ranks]
+    gradients = [computed.even_gradients for computed in ranks]
+    yield from _norm_of(_EVEN, norms, gradients, reference.tolerance)
 
 
-def _gradient_norm(
-    quantity: str, right: float, norms: Sequence[float], tolerance: float
+def _norm_of(
+    quantity: str,
+    norms: Sequence[float],
+    gradients: Sequence[Sequence[Piece]],
+    tolerance: float,
 ) -> Iterator[Finding]:
-    right_norm = torch.tensor(right, dtype=torch.float64)
-    by_rank: dict[int, _Difference] = {}
+    parts = {}
+    for pieces in gradients:
+        for piece in pieces:
+            parts[piece.place] = piece.value.double()
+    right_norm = torch.tensor(_norm(parts.values()), dtype=torch.float64)
+    differences = []
     for rank, norm in enumerate(norms):
         difference = _difference(torch.tensor(norm, dtype=torch.float64), right_norm, 0.0)
         if difference.error > tolerance:
-            by_rank[rank] = difference
-    if by_rank:
-        yield _finding(quantity, "", by_rank)
+            differences.append((rank, difference))
+    if differences:
+        yield _finding(quantity, "", differences)
 
 
-def _sums_over_ranks(
-    quantity: str, field_name: str, reference: Reference, ranks: Sequence[Computed]
-) -> Iterator[Finding]:
-    """The loss, or the number of tokens, of each micro batch: the sum over cp ranks."""
-    right_sums = {}
-    for loss in reference.computed.losses:
-        right_sums[loss.micro_batch] = getattr(loss, field_name)
-    sums = dict.fromkeys(right_sums, 0.0)
-    parts: dict[tuple[int, int], float] = {}
-    last_stage_ranks = []
-    wrong_ranks = []
-    for rank, computed in enumerate(ranks):
-        is_wrong = False
-        for loss in computed.losses:
-            value = getattr(loss, field_name)
-            place = (loss.micro_batch, loss.cp_rank)
-            if place not in parts:
-                parts[place] = value
-                sums[loss.micro_batch] += value
-            # Tensor-parallel ranks have the same part.
-            elif abs(parts[place] - value) > reference.tolerance * max(abs(value), _TINY):
-                is_wrong = True
-        if computed.losses:
-            last_stage_ranks.append(rank)
-        if is_wrong:
-            wrong_ranks.append(rank)
-    is_sum_wrong = False
-    for number, right in right_sums.items():
-        if abs(sums[number] - right) > reference.tolerance * abs(right):
-            is_sum_wrong = True
-    if not is_sum_wrong and not wrong_ranks:
-        return
-    total = sum(sums.values())
-    right_total = sum(right_sums.values())
-    error = abs(total - right_total) / max(abs(right_total), _TINY)
-    factor = None
-    if is_sum_wrong:
-        factor = total / (right_total or _TINY)
-    yield Finding(quantity, "", tuple(wrong_ranks or last_stage_ranks), error, factor)
-
-
-def _parameters(
-    quantity: str, reference: Reference, ranks: Sequence[Computed]
-) -> Iterator[Finding]:
+def _tensors(quantity: str, reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
     kind = KINDS[quantity]
     right_names = reference.whole[kind].keys()
-    # By name and rank; of the pieces that a rank has of one tensor, the worst.
-    differences: dict[str, dict[int, _Difference]] = {}
+    by_name: dict[str, list[tuple[int, _Difference]]] = {}
     held_names: set[str] = set()
     for rank, computed in enumerate(ranks):
         for piece in getattr(computed, kind):
@@ -471,29 +406,29 @@ def _parameters(
             if piece.name in right_names:
                 difference = reference.difference(kind, piece)
             # An error that is no number is above any limit.
-            if difference.error <= reference.limit(kind, piece.name):
-                continue
-            by_rank = differences.setdefault(piece.name, {})
-            worst = by_rank.get(rank, difference)
-            by_rank[rank] = max(worst, difference, key=_error)
-    for name, by_rank in differences.items():
-        yield _finding(quantity, name, by_rank)
+            if not difference.error <= reference.limit(kind, piece.name):
+                by_name.setdefault(piece.name, []).append((rank, difference))
+    for name, differences in by_name.items():
+        yield _finding(quantity, name, differences)
     all_ranks = tuple(range(len(ranks)))
     for name in right_names - held_names:
         yield Finding(quantity, name, all_ranks, 1.0, 0.0, "no rank has it")
 
 
-def _finding(quantity: str, name: str, by_rank: dict[int, _Difference]) -> Finding:
-    """The finding on all ranks that differ: the largest error, and a factor if it is one."""
-    worst = max(by_rank.values(), key=_error)
+def _finding(quantity: str, name: str, differences: Sequence[tuple[int, _Difference]]) -> Finding:
+    """The finding on all ranks that differ: the largest error, and a factor if all have it."""
+    _, worst = max(differences, key=_error)
     factor = worst.factor
-    for difference in by_rank.values():
+    ranks = set()
+    for rank, difference in differences:
+        ranks.add(rank)
         if not difference.has(worst.factor):
             factor = None
-    return Finding(quantity, name, tuple(sorted(by_rank)), worst.error, factor)
+    return Finding(quantity, name, tuple(sorted(ranks)), worst.error, factor)
 
 
-def _error(difference: _Difference) -> float:
+def _error(of_rank: tuple[int, _Difference]) -> float:
+    _, difference = of_rank
     return difference.error
 
 

@@ -348,7 +348,7 @@ class _Job:
         cause = " or ".join(causes) or "the model, or several of its options,"
         raise Refused(
             f"{cause} makes the step random or dependent on the order of micro batches: on one "
-            f"rank, in reverse order or with weights that differ in the last bit, {noise} of its "
+            f"rank, in reverse order or with weights that differ in the last bit, {noise} of their "
             f"size, and above {NOISE_FLOOR / MARGIN:.0e} a fault cannot be told from that"
         )
 

@@ -50,24 +50,6 @@ class Piece(NamedTuple):
         return tuple(slice(start, end) for start, end in self.where)
 
 
-class InitialValue(NamedTuple):
-    """A weight that the job's own initialisation made."""
-
-    digest: str
-    is_drawn: bool  # and not the same number everywhere, as the weight of a norm
-    square: float  # the sum of its squares
-    numel: int
-
-
-class MicroBatchLoss(NamedTuple):
-    """The loss that one rank of the last stage summed over its tokens of one micro batch."""
-
-    micro_batch: int
-    cp_rank: int
-    total: float
-    tokens: float
-
-
 class Draw(NamedTuple):
     """A dropout of one rank: its place, and digests of its input and of the generator's state."""
 
@@ -82,15 +64,17 @@ class Computed:
 
     initial: list[Piece] = field(default_factory=list)
     # Weights that the job's own initialisation made.
-    own_initial: dict[Place, InitialValue] = field(default_factory=dict)
+    own_initial: list[Piece] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
     updates: list[Piece] = field(default_factory=list)
     buffers: list[Piece] = field(default_factory=list)
-    losses: list[MicroBatchLoss] = field(default_factory=list)
+    # Of the last stage: parts of one tensor that has a number for each micro batch.
+    losses: list[Piece] = field(default_factory=list)
+    tokens: list[Piece] = field(default_factory=list)
     norm: float = 0.0
-    # The norm of gradients of equal size, and the square of each piece's part in it.
+    # The norm of gradients of equal size, and these.
     even_norm: float = 0.0
-    even_squares: dict[Place, float] = field(default_factory=dict)
+    even_gradients: list[Piece] = field(default_factory=list)
     sites: set[str] = field(default_factory=set)  # where collectives of several ranks were called
     one_way: set[str] = field(default_factory=set)  # functions whose backward pass did not run
     tensor_parallel_ranks: tuple[int, ...] = ()
@@ -222,7 +206,7 @@ def _take_steps(
     if layout.options.get(RANDOM_INIT):
         for wrapped in model:
             wrapped.broadcast_params()
-    computed.own_initial = _initial_values(chunks)
+    computed.own_initial = _pieces(chunks)
     _set_weights(chunks, initial, variant.jitter)
     computed.initial = _pieces(chunks)
 
@@ -266,14 +250,14 @@ def _recorded_draws(draws: list[Draw]) -> Iterator[None]:
     def recorded(features: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
         if p:
             place = call_site(sys._getframe(1))
-            draws.append(Draw(place, _digest(features), _digest(torch.get_rng_state())))
+            draws.append(Draw(place, digest(features), digest(torch.get_rng_state())))
         return dropout(features, p, *args, **kwargs)
 
     with mock.patch.object(functions, "dropout", recorded):
         yield
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
     content = tensor.detach().contiguous().numpy().tobytes()
     return hashlib.sha256(content).hexdigest()
 
@@ -325,6 +309,9 @@ def _step(
         )
 
     run(computed, forward_only=False)
+    for part in (*computed.losses, *computed.tokens):
+        # Each cp rank has summed over its own part of a sample.
+        dist.all_reduce(part.value, group=state.get_context_parallel_group())
     with _whole_gradients(model), _holding(_gradients(chunks)):
         computed.gradients = _pieces(chunks)
     _, norm, _ = optimizer.step()
@@ -353,10 +340,7 @@ def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any)
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(SEED))
             gradient.copy_(noise / noise.norm())
     with _holding(gradients):
-        pieces = _pieces(chunks)
-    for piece in pieces:
-        size = float(piece.value.double().norm())
-        computed.even_squares[piece.place] = size**2
+        computed.even_gradients = _pieces(chunks)
     _, norm, _ = optimizer.step()
     computed.even_norm = float(norm)
 
@@ -408,16 +392,6 @@ def _set_weights(
                     parameter.add_(noise * 0.02)
                 elif jitter:
                     parameter.mul_(1 + jitter * noise)
-
-
-def _initial_values(chunks: Sequence[Any]) -> dict[Place, InitialValue]:
-    values = {}
-    for piece in _pieces(chunks):
-        digest = _digest(piece.value)
-        is_drawn = bool(piece.value.min() < piece.value.max())
-        square = float(piece.value.double().square().sum())
-        values[piece.place] = InitialValue(digest, is_drawn, square, piece.value.numel())
-    return values
 
 
 def whole_tensors(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
@@ -493,13 +467,9 @@ def _forward_step(
 
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
             total, tokens, *_ = loss(output)
-            result = MicroBatchLoss(
-                micro_batch=number,
-                cp_rank=cp_rank,
-                total=total.item(),
-                tokens=tokens.item(),
-            )
-            computed.losses.append(result)
+            where = ((number, number + 1),)
+            computed.losses.append(Piece("", where, total.detach().clone().view(1)))
+            computed.tokens.append(Piece("", where, tokens.detach().clone().view(1)))
             return total, tokens.to(torch.int), {}
 
         return output, recorded
