@@ -21,7 +21,6 @@ OF_DROPOUT = (_DRAWN, _RECOMPUTED)
 _EVEN = "gradient norm of equal gradients"  # which each parameter has
 MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
-_RESOLVED = 1e-5  # of a tensor's weights: a change that float32 resolves
 NOISE_FLOOR = 1e-3  # of a tensor's size: where more counts as rounding, nothing is verified
 _SPREAD = 4  # times the double error of a standard deviation: what chance does not do
 _TINY = 1e-30  # instead of a size of 0
@@ -141,6 +140,14 @@ class Reference:
         if name not in self.whole["gradients"]:
             return False
         return not self._is_zero("gradients", name)
+
+    def unmoved(self) -> list[str]:
+        """Parameters with a gradient that the step did not change."""
+        names = []
+        for name, update in self.whole["updates"].items():
+            if self.has_gradient(name) and not update.any():
+                names.append(name)
+        return names
 
     def _is_zero(self, kind: str, name: str) -> bool:
         tensor = self.whole[kind][name]
@@ -333,32 +340,6 @@ def same_results(first: Computed, second: Computed) -> bool:
     if first.next_step is None or second.next_step is None:
         return True
     return same_results(first.next_step, second.next_step)
-
-
-def unmoved(computed: Computed) -> set[str]:
-    """Parameters with a gradient that the step changed by a multiple of their weights at most.
-
-    Weight decay alone changes each weight by the same factor.
-    """
-    updates = {piece.place: piece.value.double() for piece in computed.updates}
-    all_weights = {piece.place: piece.value.double() for piece in computed.initial}
-    names = set()
-    for gradient in computed.gradients:
-        weights = all_weights[gradient.place]
-        update = updates[gradient.place]
-        size = float(weights.norm())
-        gradient_size = float(gradient.value.norm())
-        # float32 would lose the change that a smaller gradient makes.
-        if not gradient_size > _RESOLVED * size:
-            continue
-        decay = 0.0
-        # A single weight is a multiple of any other, and weights of size 0 have no decay.
-        if weights.numel() > 1 and size > 0:
-            decay = float((update * weights).sum()) / size**2
-        change = float((update - decay * weights).norm())
-        if change <= _RESOLVED / 10 * size:
-            names.add(gradient.name)
-    return names
 
 
 def _norms(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:

@@ -20,7 +20,6 @@ from compat.verification.compare import (
     draws_that_are_wrong,
     findings,
     recomputed_gradients_that_differ,
-    unmoved,
 )
 from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
 from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks, say
@@ -377,9 +376,9 @@ class _Job:
     def _worthless(self, layout: Layout) -> str:
         """Why agreement in this layout would say nothing; "" if it does say something."""
         reference = self.reference(layout.alone())
-        names = set().union(*map(unmoved, [reference.computed, *self._computed[layout]]))
+        names = reference.unmoved()
         if names:
-            return f"the step did not change {few(sorted(names))}, which has a gradient"
+            return f"the step did not change {few(names)}, which has a gradient"
         if not any(map(reference.has_gradient, reference.whole["gradients"])):
             return "no parameter has a gradient"
         return ""
