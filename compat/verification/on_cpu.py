@@ -108,17 +108,16 @@ def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(exchange)
+
     @functools.wraps(exchange)
     def exchanged(*args: Any, **kwargs: Any) -> Any:
-        arguments = [*args]
-        # The sizes that are sent and received: the third and fourth argument.
-        for position, value in enumerate(args):
-            if position in (2, 3) and _is_sizes(value):
-                arguments[position] = value.tolist()
-        for name, value in kwargs.items():
-            if name in ("output_split_sizes", "input_split_sizes") and _is_sizes(value):
-                kwargs[name] = value.tolist()
-        return exchange(*arguments, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        for name in ("output_split_sizes", "input_split_sizes"):
+            sizes = arguments.get(name)
+            if isinstance(sizes, torch.Tensor):
+                arguments[name] = sizes.tolist()
+        return exchange(**arguments)
 
     return exchanged
 
@@ -158,10 +157,6 @@ def _have_one_shape(parts: Any) -> bool:
     return all(part.shape == parts[0].shape for part in parts)
 
 
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
-
-
 _saying_bfloat16: list[bool] = []  # not empty: parameters say so, and have float32 data
 
 
@@ -182,18 +177,18 @@ def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
+def local_layers(config: Any, vp_stage: int | None) -> Any:
     """The specification of this stage's layers, for megatron-core without Transformer Engine."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     replace_parts()
-    where = {
-        "normalization": config.normalization,
-        "qk_l2_norm": getattr(config, "qk_l2_norm", False),
-        "vp_stage": vp_stage,
-        "pp_rank": pp_rank,
-    }
-    block = get_gpt_decoder_block_spec(config, False, **taken(get_gpt_decoder_block_spec, where))
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
     block.layer_norm = _norm(config)
     # Equal layers have one specification in common.
     layers = {id(layer): layer for layer in block.layer_specs}
@@ -202,13 +197,13 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     return block
 
 
-def predicting_layers(config: Any, block: Any, vp_stage: int | None, pp_rank: int) -> Any:
+def predicting_layers(config: Any, block: Any, vp_stage: int | None) -> Any:
     """The specification of this stage's layers that predict further tokens; None without any."""
-    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
-    function = gpt_layer_specs.get_gpt_mtp_block_spec
-    predicting = function(config, block, False, **taken(function, where))
+    predicting = get_gpt_mtp_block_spec(
+        config, block, use_transformer_engine=False, vp_stage=vp_stage
+    )
     if predicting is None:
         return None
     norm = _norm(config)
@@ -221,6 +216,8 @@ def predicting_layers(config: Any, block: Any, vp_stage: int | None, pp_rank: in
 
 
 def _adapt_layer(layer: Any, config: Any) -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
+
     norm = _norm(config)
     parts = layer.submodules
     parts.input_layernorm = norm
@@ -234,6 +231,9 @@ def _adapt_layer(layer: Any, config: Any) -> None:
         core_attention = _latent_attention()
         attention.linear_q_down_proj = WholeLinear
         attention.linear_kv_down_proj = WholeLinear
+        # Queries that are not compressed have no norm, and main refuses one.
+        if config.q_lora_rank is None:
+            attention.q_layernorm = IdentityOp
     if config.context_parallel_size > 1:
         core_attention = _context_parallel_attention(core_attention)
     attention.core_attention = core_attention

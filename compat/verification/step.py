@@ -369,12 +369,12 @@ def _seed(layout: Layout, state: Any) -> None:
     if layout.options.get(RANDOM_INIT):
         seed += 10 * state.get_data_parallel_rank()
     torch.manual_seed(seed)
-    ranks = {
-        "tp_rank": state.get_tensor_model_parallel_rank(),
-        "ep_rank": state.get_expert_model_parallel_rank(),
-        "etp_rank": state.get_expert_tensor_parallel_rank(),
-    }
-    model_parallel_cuda_manual_seed(seed, **taken(model_parallel_cuda_manual_seed, ranks))
+    model_parallel_cuda_manual_seed(
+        seed,
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        ep_rank=state.get_expert_model_parallel_rank(),
+        etp_rank=state.get_expert_tensor_parallel_rank(),
+    )
 
 
 def _set_weights(
@@ -414,25 +414,16 @@ def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
     """The chunks of this rank's stage."""
     if not layout.vp:
         return [_build_chunk(task, layout, state, None)]
-    chunks = []
-    for stage in range(layout.vp):
-        # Older models ask parallel_state which chunk is built.
-        state.set_virtual_pipeline_model_parallel_rank(stage)
-        chunks.append(_build_chunk(task, layout, state, stage))
-    state.set_virtual_pipeline_model_parallel_rank(0)
-    return chunks
+    return [_build_chunk(task, layout, state, stage) for stage in range(layout.vp)]
 
 
 def _build_chunk(task: Task, layout: Layout, state: Any, stage: int | None) -> Any:
     from megatron.core.enums import ModelType
 
-    is_first = state.is_pipeline_first_stage
-    is_last = state.is_pipeline_last_stage
-    where = {"ignore_virtual": False, "vp_stage": stage}
     chunk = task.build(
         layout,
-        pre_process=is_first(**taken(is_first, where)),
-        post_process=is_last(**taken(is_last, where)),
+        pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
     )
     if not hasattr(chunk, "config"):
