@@ -100,7 +100,7 @@ def small_job(
     layout = small_layout(args, keep, changed)
     if order is not None:
         layout = replace(layout, order=order)
-    sizes = _sizes(args, layout, changed)
+    sizes = _sizes(args, layout)
     options = {**layout.options, **_options(args, sizes, changed)}
     _split_pipeline_unevenly(args, layout, sizes, options)
     if args.config.num_moe_experts:
@@ -165,7 +165,7 @@ def _length(layout: Layout) -> int:
     return unit * -(-_LEAST_LENGTH // unit)
 
 
-def _sizes(args: Any, layout: Layout, changed: list[str]) -> dict[str, Any]:
+def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
     config = args.config
     heads = 6 * layout.tp
     groups = getattr(config, "num_query_groups", None)
@@ -174,10 +174,7 @@ def _sizes(args: Any, layout: Layout, changed: list[str]) -> dict[str, Any]:
         query_groups = 3 * layout.tp
         # Several ranks of the job hold the keys and values of one group.
         if groups < config.tensor_model_parallel_size:
-            if layout.tp % 2 == 0:
-                query_groups = layout.tp // 2
-            else:
-                changed.append("not kept: query groups fewer than tp; --keep tp keeps them")
+            query_groups = max(1, layout.tp // 2)
     # Two layers on each stage, or one or two in each chunk of an interleaved pipeline.
     num_layers = layout.pp * 2
     if layout.vp:
