@@ -21,7 +21,14 @@ from compat.verification.compare import (
     findings,
     recomputed_gradients_that_differ,
 )
-from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
+from compat.verification.layout import (
+    FULLY_SHARDED,
+    LOSS_PER_TOKEN,
+    MIXED_PRECISION,
+    OF_SEVERAL,
+    RECOMPUTATION,
+    Layout,
+)
 from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks, say
 from compat.verification.step import (
     PLAIN,
@@ -76,6 +83,7 @@ class Report:
     refused: str = ""  # why the model cannot have this layout
     trace: str = ""  # of the rank that refused
     not_covered: tuple[str, ...] = NOT_COVERED
+    idle: tuple[str, ...] = ()  # options of several ranks for which no collective runs
 
     @property
     def agrees(self) -> bool:
@@ -294,13 +302,17 @@ class _Job:
         else:
             wrong, allowed = self._sorted(differing)
             refused = ""
+            idle: tuple[str, ...] = ()
             if not wrong:
                 refused = self._worthless(layout)
             if not wrong and not refused:
+                idle = tuple(self._idle_options(layout))
+                if idle:
+                    not_covered += (f"{', '.join(idle)}: no collective runs for it",)
                 seconds = SECONDS_FOR_SITES if search else 0
                 not_covered += tuple(self._uncovered(layout, seconds))
             tolerance = self.reference(layout.alone()).tolerance
-            report = Report(layout, wrong, allowed, [], tolerance, 0, 0, refused)
+            report = Report(layout, wrong, allowed, [], tolerance, 0, 0, refused, idle=idle)
             if search and wrong:
                 # The search takes longer than the verdict, which is known already.
                 say(f"{report}\nSearching for the smallest layout that differs ...")
@@ -383,6 +395,16 @@ class _Job:
             return "no parameter has a gradient"
         return ""
 
+    def _idle_options(self, layout: Layout) -> Iterator[str]:
+        """Options of several ranks without which these call the same collectives."""
+        trials = []
+        for option in layout.options:
+            # Recomputation is compared by itself, and the optimizer's copies talk to nobody.
+            if option in OF_SEVERAL and option not in (*RECOMPUTATION, MIXED_PRECISION):
+                trials.append(Variant(left_out=option))
+        seen = self._seen(layout, trials, time.monotonic() + self.timeout)
+        return (option for option in seen if not seen[option])
+
     def _uncovered(self, layout: Layout, seconds: float) -> Iterator[str]:
         """Collectives of which a lost result would not be seen, or was not tried, in words.
 
@@ -392,7 +414,7 @@ class _Job:
         one_way: set[str] = set()
         for rank, computed in enumerate(self._computed[layout]):
             one_way |= computed.one_way
-            for site in computed.sites:
+            for site in {call.site for call in computed.calls}:
                 ranks_of.setdefault(site, []).append(rank)
         seen: dict[str, bool] = {}
         if seconds:
@@ -417,31 +439,37 @@ class _Job:
             yield f"lost results of {', '.join(untried)}: not tried"
 
     def _seen(self, layout: Layout, trials: Sequence[Variant], end: float) -> dict[str, bool]:
-        """Whether something differs, for each site that was tried before ``end``."""
+        """Whether something differs, for each that was left out before ``end``."""
+        seen: dict[str, bool] = {}
         left = end - time.monotonic()
         if not trials or left <= 0:
-            return {}
+            return seen
         seconds = self._seconds[layout] * (1 + len(trials))
         try:
             by_variant = self._run_layout(layout, trials, min(left, seconds))
         except Refused:
             if left < seconds:
-                return {}
+                return seen
             # A rank ended, or ranks wait for each other without an end: nobody would miss that.
             if len(trials) == 1:
                 return {trials[0].left_out: True}
-            middle = len(trials) // 2
-            first_half = self._seen(layout, trials[:middle], end)
-            return first_half | self._seen(layout, trials[middle:], end)
-        seen = {}
+            for trial in trials:
+                seen |= self._seen(layout, [trial], end)
+            return seen
         for trial, ranks in zip(trials, by_variant, strict=False):
-            wrong, _ = self._sorted(findings(self.reference(layout.alone()), ranks))
-            seen[trial.left_out] = bool(wrong)
+            seen[trial.left_out] = self._is_seen(layout, trial, ranks)
         rest = trials[len(by_variant) :]
         if rest:
             seen[rest[0].left_out] = True  # a rank raised
             seen |= self._seen(layout, rest[1:], end)
         return seen
+
+    def _is_seen(self, layout: Layout, trial: Variant, ranks: Sequence[Computed]) -> bool:
+        if trial.left_out in layout.options:
+            calls = [computed.calls for computed in self._computed[layout]]
+            return calls != [computed.calls for computed in ranks]
+        wrong, _ = self._sorted(findings(self.reference(layout.alone()), ranks))
+        return bool(wrong)
 
     def _run_layout(
         self, layout: Layout, variants: Sequence[Variant], timeout: float | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compat.verification.collectives import call_site, watch
+from compat.verification.collectives import Call, call_site, watch
 from compat.verification.layout import INSTANCES, MIXED_PRECISION, RECOMPUTATION, Layout
 from compat.verification.on_cpu import chunks_held, parameters_say, taken
 
@@ -75,7 +76,7 @@ class Computed:
     # The norm of gradients of equal size, and these.
     even_norm: float = 0.0
     even_gradients: list[Piece] = field(default_factory=list)
-    sites: set[str] = field(default_factory=set)  # where collectives of several ranks were called
+    calls: Counter[Call] = field(default_factory=Counter)  # collectives of several ranks
     one_way: set[str] = field(default_factory=set)  # functions whose backward pass did not run
     tensor_parallel_ranks: tuple[int, ...] = ()
     draws: list[Draw] = field(default_factory=list)
@@ -119,8 +120,9 @@ class Variant:
     """How a run differs from the plain one.
 
     ``backwards`` takes micro batches in the reverse order and ``jitter`` changes weights by so
-    much, relative to each: what differs then is what rounding does. On rank ``leaving_out``, the
-    results of the collectives of the call site ``left_out`` are its own input.
+    much, relative to each: what differs then is what rounding does. ``left_out`` is an option of
+    the layout, or a call site: on rank ``leaving_out``, the results of its collectives are then
+    the rank's own input.
     """
 
     backwards: bool = False
@@ -144,7 +146,7 @@ def run_variants(
     """*Collective.* Take two optimizer steps for each variant, each from ``initial`` weights.
 
     Without ``initial``, the first variant takes the model's own weights, made uneven, and the
-    others take the same. A rank that raises where a collective was left out gives the results
+    others take the same. A rank that raises where something was left out gives the results
     before, and so do then all others.
     """
     from megatron.core import parallel_state
@@ -168,6 +170,7 @@ def run_variants(
 
 
 def _varied(layout: Layout, variant: Variant) -> Layout:
+    layout = layout.without(variant.left_out)
     if not variant.recomputes:
         layout = layout.without(*RECOMPUTATION)
     if variant.dropout:
@@ -235,7 +238,7 @@ def _take_steps(
             _clip_at(computed.norm / 2, optimizer)
         _step(task, layout, computed.next_step, chunks, model, optimizer, numbers, state)
         _count_parameters(computed.next_step, chunks, optimizer)
-    computed.sites = watched.sites
+    computed.calls = watched.calls
     computed.one_way = watched.forward - watched.backward
     return computed
 

@@ -327,7 +327,7 @@ def test_every_kind_of_collective_that_is_left_out_gives_the_ranks_own_input():
                 if work is not None:
                     assert output_of_call.isnan().all()
                     work.wait()
-                assert record.sites == {site}
+                assert [call.site for call in record.calls] == [site]
                 results[name, left_out] = output_of_call.tolist()
 
         empty = torch.zeros(4)
@@ -508,7 +508,8 @@ from megatron.core.transformer import TransformerConfig
 
 def parse_args(extra_args_provider):
     parser = argparse.ArgumentParser()
-    for flag in ("--swiglu", "--apply-layernorm-1p", "--use-torch-fsdp2", "--save", "--fails"):
+    switches = "--swiglu --apply-layernorm-1p --use-torch-fsdp2 --save --fails"
+    for flag in [*switches.split(), "--use-distributed-optimizer"]:
         parser.add_argument(flag, action="store_true")
     for flag in ("--num-layers", "--tensor-model-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
@@ -608,13 +609,16 @@ def test_the_groups_are_those_of_the_checkout_or_the_report_names_the_module(che
 @pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
 def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout):
     line = "--tensor-model-parallel-size 2 --swiglu --num-layers=24 --apply-layernorm-1p --save"
+    line += " --use-distributed-optimizer"
     changed, report = verify_line("pretrain_gpt.py", line.split(), 2, checkout)
     assert report.agrees, str(report)
     assert changed[-3:] == [
         "verified: --tensor-model-parallel-size --swiglu",
         "replaced by a stand-in: --num-layers",
-        "not verified: --apply-layernorm-1p --save",
+        "not verified: --apply-layernorm-1p --save --use-distributed-optimizer",
     ]
+    # Nothing is distributed over one data-parallel rank.
+    assert "use_distributed_optimizer: no collective runs for it" in str(report)
     with pytest.raises(ValueError, match="--use-torch-fsdp2 is not verified: its code needs CUDA"):
         verify_line("", ["--use-torch-fsdp2"], 2, checkout)
 
