@@ -39,7 +39,8 @@ def config_of(layout: Layout, **model: Any) -> Any:
         **model,
         **layout.fields_of(kind),
         **layout.sizes,
-        MIXED_PRECISION: False,  # of the optimizer alone: layers would convert their data
+        # Of the optimizer alone: layers would convert their data.
+        **dict.fromkeys(MIXED_PRECISION, False),
     }
     if fields.get("num_moe_experts"):
         # The default, alltoall, is slower over gloo.

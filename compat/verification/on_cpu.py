@@ -157,19 +157,19 @@ def _have_one_shape(parts: Any) -> bool:
     return all(part.shape == parts[0].shape for part in parts)
 
 
-_saying_bfloat16: list[bool] = []  # not empty: parameters say so, and have float32 data
+_said_types: list[str] = []  # the type that parameters say they have, and have float32 data
 
 
-def parameters_say(bfloat16: bool) -> None:
-    """Let the optimizer take parameters for bfloat16: it then keeps copies of them in float32."""
-    _saying_bfloat16[:] = [True] * bfloat16
+def parameters_say(types: list[str]) -> None:
+    """Let the optimizer take parameters for float16: it then keeps copies of them in float32."""
+    _said_types[:] = types
 
 
 def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def answer(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None and _saying_bfloat16 and isinstance(self, torch.nn.Parameter):
-            return "torch.cuda.BFloat16Tensor"
+        if dtype is None and _said_types and isinstance(self, torch.nn.Parameter):
+            return _said_types[0]
         if dtype is None:
             return "torch.cuda." + type_of(self).rsplit(".", 1)[-1]
         return type_of(self, dtype, *args, **kwargs)

@@ -400,7 +400,7 @@ class _Job:
         trials = []
         for option in layout.options:
             # Recomputation is compared by itself, and the optimizer's copies talk to nobody.
-            if option in OF_SEVERAL and option not in (*RECOMPUTATION, MIXED_PRECISION):
+            if option in OF_SEVERAL and option not in (*RECOMPUTATION, *MIXED_PRECISION):
                 trials.append(Variant(left_out=option))
         seen = self._seen(layout, trials, time.monotonic() + self.timeout)
         return (option for option in seen if not seen[option])

@@ -291,8 +291,9 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             options[field_name] = True
         elif name == "ddp_bucket_size" and value:
             options[field_name] = _BUCKET_SIZE
-    if getattr(args, "bf16", False):
-        options[MIXED_PRECISION] = True
+    for name in MIXED_PRECISION:
+        if getattr(args, name, False):
+            options[name] = True
     if options.get("overlap_grad_reduce"):
         options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":

@@ -218,7 +218,7 @@ def _take_steps(
     for name in _SHARED_FIELDS:
         settings[name] = getattr(ddp, name)
     settings |= layout.fields_of(OptimizerConfig)
-    parameters_say(bfloat16=MIXED_PRECISION in layout.options)
+    parameters_say([said for name, said in MIXED_PRECISION.items() if name in layout.options])
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -316,7 +316,7 @@ def _step(
         # Each cp rank has summed over its own part of a sample.
         dist.all_reduce(part.value, group=state.get_context_parallel_group())
     with _whole_gradients(model), _holding(_gradients(chunks)):
-        computed.gradients = _pieces(chunks)
+        computed.gradients = _unscaled(_pieces(chunks), optimizer)
     _, norm, _ = optimizer.step()
     computed.norm = float(norm)
     if model[0].ddp_config.overlap_param_gather:
@@ -341,11 +341,18 @@ def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any)
         if gradient is not None:
             # Of equal numbers, a sum in float32 is wrong by more than rounding is allowed to be.
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(SEED))
-            gradient.copy_(noise / noise.norm())
+            gradient.copy_(noise * (optimizer.get_loss_scale() / noise.norm()))
     with _holding(gradients):
-        computed.even_gradients = _pieces(chunks)
+        computed.even_gradients = _unscaled(_pieces(chunks), optimizer)
     _, norm, _ = optimizer.step()
     computed.even_norm = float(norm)
+
+
+def _unscaled(gradients: list[Piece], optimizer: Any) -> list[Piece]:
+    """The gradients without the scale of the loss, which the optimizer takes away in its step."""
+    for piece in gradients:
+        piece.value.div_(optimizer.get_loss_scale())
+    return gradients
 
 
 def _gradients(chunks: Iterable[Any]) -> dict[Any, torch.Tensor | None]:
