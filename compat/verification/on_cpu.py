@@ -216,8 +216,6 @@ def predicting_layers(config: Any, block: Any, vp_stage: int | None) -> Any:
 
 
 def _adapt_layer(layer: Any, config: Any) -> None:
-    from megatron.core.transformer.identity_op import IdentityOp
-
     norm = _norm(config)
     parts = layer.submodules
     parts.input_layernorm = norm
@@ -231,9 +229,6 @@ def _adapt_layer(layer: Any, config: Any) -> None:
         core_attention = _latent_attention()
         attention.linear_q_down_proj = WholeLinear
         attention.linear_kv_down_proj = WholeLinear
-        # Queries that are not compressed have no norm, and main refuses one.
-        if config.q_lora_rank is None:
-            attention.q_layernorm = IdentityOp
     if config.context_parallel_size > 1:
         core_attention = _context_parallel_attention(core_attention)
     attention.core_attention = core_attention

@@ -17,10 +17,10 @@ import torch
 
 import compat
 from compat.verification import Layout, collectives, search
-from compat.verification.gpt import LATENT, SMALL, config_of, small_gpt, uneven_batch
+from compat.verification.gpt import LATENT, small_gpt, uneven_batch
 from compat.verification.launch import verify_line
 from compat.verification.layout import SIZES
-from compat.verification.on_cpu import REPLACED, local_layers
+from compat.verification.on_cpu import REPLACED
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
 from compat.verification.small_job import _length, _split_pipeline_unevenly, small_job
@@ -97,27 +97,6 @@ def _of_features():
         return {name: job.report(layout, search=False) for name, layout in FEATURES.items()}
 
     return in_child(judged)
-
-
-def test_queries_that_are_not_compressed_have_no_norm():
-    """As in DeepSeek-V2-Lite, whose layers Megatron-LM's main branch refuses otherwise."""
-
-    def norms():
-        options = {**LATENT_ATTENTION, "q_lora_rank": None, "qk_layernorm": True}
-        config = config_of(Layout(options=options), **SMALL)
-        attention = local_layers(config, None).layer_specs[0].submodules.self_attention.submodules
-        return attention.q_layernorm.__name__, attention.kv_layernorm.__name__
-
-    assert in_child(lambda: on_ranks(1, lambda _: _initialized(norms), 60)) == [
-        ("IdentityOp", "Norm")
-    ]
-
-
-def _initialized(body):
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
-    return body()
 
 
 @pytest.mark.parametrize("replaced", REPLACED, ids=lambda replaced: replaced.name)
