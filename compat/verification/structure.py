@@ -77,7 +77,6 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
         notes.extend(_consequences(differences))
-        notes.extend(equal_sizes_in_words(job, sizes, _PAIRS_OF_DIMS))
 
     small: dict[str, int | None] = dict(sizes)
     options = {}
@@ -100,18 +99,6 @@ def equal_sizes(
         if small[first] == small[second] > 1 and job[first] != job[second]:
             equal.append((first, second))
     return equal
-
-
-def equal_sizes_in_words(
-    job: Mapping[str, int], small: Mapping[str, int], pairs: Iterable[tuple[str, str]]
-) -> Iterator[str]:
-    """A sentence on what a small job with equal sizes cannot show, if it has any."""
-    equal = [f"{first} and {second}" for first, second in equal_sizes(job, small, pairs)]
-    if equal:
-        yield (
-            f"equal sizes, which differ in the job, so a fault that takes one for the other is "
-            f"not seen: {', '.join(equal)}"
-        )
 
 
 def job_sizes(args: Any) -> dict[str, int]:

@@ -453,10 +453,11 @@ def test_a_stage_of_another_depth_is_kept_also_with_chunks(layout, ends, kept, l
     assert not options and sizes["num_layers"] == layers
 
 
-def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
+def _small_job_of_experts(topk=2, **more):
     args = {"num_experts": 8, "world_size": 8, "optimizer": "adam"}
     args |= {"pipeline_model_parallel_size": 4, "untie_embeddings_and_output_weights": True}
     args |= {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000}
+    args |= more
 
     def made_small():
         from megatron.core.transformer import TransformerConfig
@@ -466,6 +467,7 @@ def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
             hidden_size=64,
             num_attention_heads=8,
             num_moe_experts=8,
+            moe_router_topk=topk,
             add_bias_linear=False,
             moe_layer_freq=[0] * 3 + [1] * 8,
             pipeline_model_parallel_size=4,
@@ -473,11 +475,25 @@ def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
             num_layers_in_first_pipeline_stage=2,
         )
         job = small_job(SimpleNamespace(config=config, **args))
-        return job.layout, job.task.build.keywords["sizes"]["num_layers"]
+        return job.layout, job.task.build.keywords["sizes"]["num_layers"], job.changed
 
-    layout, layers = in_child(made_small)
+    return in_child(made_small)
+
+
+def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
+    layout, layers, _ = _small_job_of_experts()
     assert layout.pp == 3 and layers == 5
     assert layout.options["moe_layer_freq"] == [0, 0, 0, 1, 1]
+
+
+def test_sizes_that_are_equal_in_the_small_job_alone_are_named():
+    # Four stages and four data-parallel ranks become three of each.
+    *_, changed = _small_job_of_experts(topk=3, world_size=16)
+    (equal,) = [text for text in changed if text.startswith("equal sizes")]
+    assert equal.endswith(": pp and top-k of the router, dp and top-k of the router")
+    *_, changed = _small_job_of_experts(world_size=64, num_distributed_optimizer_instances=4)
+    (equal,) = [text for text in changed if text.startswith("equal sizes")]
+    assert equal.endswith(": num_distributed_optimizer_instances and top-k of the router")
 
 
 STUB = """
