@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import isfinite
 from statistics import median
@@ -11,25 +11,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compat.verification.step import Computed, Piece, digest, whole_tensors
+from compat.verification.step import (
+    EVEN_NORM,
+    NORM,
+    Computed,
+    Kind,
+    Piece,
+    digest,
+    whole_tensors,
+)
 from hypergrid.messages import few
 
 _OWN = "initial value"  # of a weight that the job itself made
 _DRAWN = "dropout"  # of one line, called on tp ranks in the same order
 _RECOMPUTED = "recomputed gradient"
 OF_DROPOUT = (_DRAWN, _RECOMPUTED)
-_EVEN = "gradient norm of equal gradients"  # which each parameter has
 MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
 NOISE_FLOOR = 1e-3  # of a tensor's size: where more counts as rounding, nothing is verified
 _SPREAD = 4  # times the double error of a standard deviation: what chance does not do
 _TINY = 1e-30  # instead of a size of 0
 _SAME_FACTOR = 1e-3  # how near two factors are that count as the same
-# What is compared of each tensor, and where a step's results hold it.
-KINDS = {
-    **{"loss": "losses", "tokens": "tokens"},
-    **{"gradient": "gradients", "update": "updates", "buffer": "buffers"},
-}
+_GRADIENT = (1, "gradient")
 
 
 @dataclass(frozen=True)
@@ -81,48 +84,35 @@ class _Difference(NamedTuple):
         return _are_near(self.factor, factor)
 
 
-@dataclass
 class Reference:
-    """The results of one rank, and how much rounding changes them."""
+    """The results of one rank, and how much rounding changes them.
 
-    computed: Computed
-    tolerance: float = 0.0  # of what has none of its own
-    tolerances: dict[tuple[str, str], float] = field(default_factory=dict)  # by kind and name
+    ``repeated`` are results that differ from these by rounding alone.
+    """
 
-    def __post_init__(self) -> None:
-        self.whole: dict[str, dict[str, torch.Tensor]] = {}
-        self.scale: dict[str, float] = {}
-        for kind in ("initial", *KINDS.values()):
-            pieces = getattr(self.computed, kind)
+    def __init__(self, computed: Computed, repeated: Sequence[Computed]) -> None:
+        self.computed = computed
+        self.initial = whole_tensors(computed.initial)
+        self.whole: dict[Kind, dict[str, torch.Tensor]] = {}
+        self.scale: dict[Kind, float] = {}
+        for kind, pieces in computed.tensors.items():
             tensors = whole_tensors(pieces)
             self.whole[kind] = tensors
             self.scale[kind] = _norm(tensors.values())
-        self.next_step: Reference | None = None
-        if self.computed.next_step is not None:
-            self.next_step = Reference(self.computed.next_step)
-
-    def measure(self, repeated: Sequence[Computed]) -> None:
-        """Take the tolerances from steps that differ from this one by rounding alone."""
-        errors: dict[tuple[str, str], float] = {}
-        for computed in repeated:
-            for kind in KINDS.values():
-                for piece in getattr(computed, kind):
+        errors: dict[tuple[Kind, str], float] = {}
+        for other in repeated:
+            for kind, pieces in other.tensors.items():
+                for piece in pieces:
                     key = (kind, piece.name)
                     error = self.difference(kind, piece).error
                     largest_error = errors.get(key, 0.0)
                     errors[key] = max(error, largest_error)
         # Rounding does not touch the number of tokens, nor what a step leaves as it is.
         self.tolerance = MARGIN * median(error for error in errors.values() if error > 0)
+        self.tolerances: dict[tuple[Kind, str], float] = {}
         for key, error in errors.items():
             tolerance = MARGIN * error
             self.tolerances[key] = max(tolerance, self.tolerance)
-        if self.next_step is None:
-            return
-        next_steps = []
-        for computed in repeated:
-            if computed.next_step is not None:
-                next_steps.append(computed.next_step)
-        self.next_step.measure(next_steps)
 
     def noise(self) -> str:
         """A quantity whose tolerance is above the noise floor, in words; "" if none is."""
@@ -130,42 +120,43 @@ class Reference:
             # A gradient that is 0 by mathematics has nothing but rounding: a bias of keys, which
             # adds the same to all scores of a query.
             if tolerance > NOISE_FLOOR and not self._is_zero(kind, name):
+                _, quantity = kind
                 change = tolerance / MARGIN
-                return f"{kind} of {name or 'all'} change by {change:.2g}"
-        if self.next_step is None:
-            return ""
-        return self.next_step.noise()
+                return f"the {quantity} of {name or 'a micro batch'} changes by {change:.2g}"
+        return ""
 
     def has_gradient(self, name: str) -> bool:
         """Whether a parameter's gradient is more than rounding."""
-        if name not in self.whole["gradients"]:
+        if name not in self.whole[_GRADIENT]:
             return False
-        return not self._is_zero("gradients", name)
+        return not self._is_zero(_GRADIENT, name)
 
     def unmoved(self) -> list[str]:
         """Parameters with a gradient that the step did not change."""
         names = []
-        for name, update in self.whole["updates"].items():
+        for name, update in self.whole[1, "update"].items():
             if self.has_gradient(name) and not update.any():
                 names.append(name)
         return names
 
-    def _is_zero(self, kind: str, name: str) -> bool:
+    def _is_zero(self, kind: Kind, name: str) -> bool:
         tensor = self.whole[kind][name]
         size = float(tensor.norm())
         return size <= self._least_size(kind)
 
-    def _least_size(self, kind: str) -> float:
+    def _least_size(self, kind: Kind) -> float:
         """The size below which a tensor of this kind is nothing but rounding."""
         return _SMALL * self.scale[kind]
 
-    def difference(self, kind: str, piece: Piece, right: torch.Tensor | None = None) -> _Difference:
+    def difference(
+        self, kind: Kind, piece: Piece, right: torch.Tensor | None = None
+    ) -> _Difference:
         """How much a piece differs from the same part of the right tensor, or from ``right``."""
         if right is None:
             right = self.whole[kind][piece.name][piece.slices]
         return _difference(piece.value.double(), right.double(), self._least_size(kind))
 
-    def limit(self, kind: str, name: str) -> float:
+    def limit(self, kind: Kind, name: str) -> float:
         """How large a difference may be."""
         return self.tolerances.get((kind, name), self.tolerance)
 
@@ -202,24 +193,19 @@ def findings(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
         *_initial_values_that_are_wrong(ranks),
         *_spreads_that_differ(reference.computed, ranks),
     ]
-    first_step = _of_step(reference, ranks)
-    if first_step or reference.next_step is None:
-        return differing + first_step
-    next_results = []
-    for computed in ranks:
-        # A run in which a collective was left out may take one step.
-        if computed.next_step is None:
-            return differing
-        next_results.append(computed.next_step)
-    for finding in _of_step(reference.next_step, next_results):
-        differing.append(replace(finding, step=2))
+    for step in (1, 2):
+        of_step = _of_step(step, reference, ranks)
+        if of_step:
+            return differing + of_step
     return differing
 
 
-def _of_step(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
-    differing = list(_norms(reference, ranks))
-    for quantity in KINDS:
-        differing += _tensors(quantity, reference, ranks)
+def _of_step(step: int, reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
+    differing = list(_norms(step, reference, ranks))
+    for kind in reference.whole:
+        # A run in which a collective was left out may take one step.
+        if kind[0] == step and kind in ranks[0].tensors:
+            differing += _tensors(kind, reference, ranks)
     wrong_gradients = set()
     for finding in differing:
         if finding.quantity == "gradient":
@@ -229,7 +215,7 @@ def _of_step(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
         # A wrong gradient is one finding, not two.
         if finding.quantity == "update" and finding.name in wrong_gradients:
             continue
-        kept.append(finding)
+        kept.append(replace(finding, step=step))
     return kept
 
 
@@ -313,14 +299,14 @@ def recomputed_gradients_that_differ(
     """
     by_name: dict[str, list[tuple[int, _Difference]]] = {}
     for rank, (computed, right) in enumerate(zip(recomputing, keeping, strict=True)):
-        right_values = {piece.place: piece.value for piece in right.gradients}
-        for piece in computed.gradients:
+        right_values = {piece.place: piece.value for piece in right.tensors[_GRADIENT]}
+        for piece in computed.tensors[_GRADIENT]:
             right_value = right_values[piece.place]
             # A gradient that nobody computes holds no number.
             if right_value.isnan().all():
                 continue
-            difference = reference.difference("gradients", piece, right_value)
-            if difference.error > reference.limit("gradients", piece.name):
+            difference = reference.difference(_GRADIENT, piece, right_value)
+            if difference.error > reference.limit(_GRADIENT, piece.name):
                 by_name.setdefault(piece.name, []).append((rank, difference))
     for name, differences in by_name.items():
         yield _finding(_RECOMPUTED, name, differences)
@@ -328,61 +314,47 @@ def recomputed_gradients_that_differ(
 
 def same_results(first: Computed, second: Computed) -> bool:
     """Whether one rank has the same results in two runs, to the last bit."""
-    if first.norm != second.norm:
-        return False
-    for kind in KINDS.values():
-        tensors = whole_tensors(getattr(first, kind))
-        others = whole_tensors(getattr(second, kind))
+    for kind, pieces in first.tensors.items():
+        tensors = whole_tensors(pieces)
+        others = whole_tensors(second.tensors[kind])
         if tensors.keys() != others.keys():
             return False
         for name, tensor in tensors.items():
             if not torch.equal(tensor, others[name]):
                 return False
-    if first.next_step is None or second.next_step is None:
-        return True
-    return same_results(first.next_step, second.next_step)
+    return first.norms[1, NORM][0] == second.norms[1, NORM][0]
 
 
-def _norms(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
+def _norms(step: int, reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
     """Gradient norms that are not those of the layout's own gradients.
 
     A wrong gradient is no wrong norm.
     """
-    norms = [computed.norm for computed in ranks]
-    gradients = [computed.gradients for computed in ranks]
-    yield from _norm_of("gradient norm", norms, gradients, reference.tolerance)
-    norms = [computed.even_norm for computed in ranks]
-    gradients = [computed.even_gradients for computed in ranks]
-    yield from _norm_of(_EVEN, norms, gradients, reference.tolerance)
+    for quantity in (NORM, EVEN_NORM):
+        parts = {}
+        norms = []
+        for computed in ranks:
+            norm, gradients = computed.norms.get((step, quantity), (0.0, []))
+            norms.append(torch.tensor(norm, dtype=torch.float64))
+            for piece in gradients:
+                parts[piece.place] = piece.value.double()
+        right_norm = torch.tensor(_norm(parts.values()), dtype=torch.float64)
+        differences = []
+        for rank, of_rank in enumerate(norms):
+            difference = _difference(of_rank, right_norm, 0.0)
+            if difference.error > reference.tolerance:
+                differences.append((rank, difference))
+        if differences:
+            yield _finding(quantity, "", differences)
 
 
-def _norm_of(
-    quantity: str,
-    norms: Sequence[float],
-    gradients: Sequence[Sequence[Piece]],
-    tolerance: float,
-) -> Iterator[Finding]:
-    parts = {}
-    for pieces in gradients:
-        for piece in pieces:
-            parts[piece.place] = piece.value.double()
-    right_norm = torch.tensor(_norm(parts.values()), dtype=torch.float64)
-    differences = []
-    for rank, norm in enumerate(norms):
-        difference = _difference(torch.tensor(norm, dtype=torch.float64), right_norm, 0.0)
-        if difference.error > tolerance:
-            differences.append((rank, difference))
-    if differences:
-        yield _finding(quantity, "", differences)
-
-
-def _tensors(quantity: str, reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
-    kind = KINDS[quantity]
+def _tensors(kind: Kind, reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
+    _, quantity = kind
     right_names = reference.whole[kind].keys()
     by_name: dict[str, list[tuple[int, _Difference]]] = {}
     held_names: set[str] = set()
     for rank, computed in enumerate(ranks):
-        for piece in getattr(computed, kind):
+        for piece in computed.tensors[kind]:
             held_names.add(piece.name)
             difference = _Difference(float("inf"), None)
             if piece.name in right_names:

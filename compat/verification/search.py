@@ -45,6 +45,8 @@ from hypergrid.messages import few, install_command
 
 ULP = 2.0**-23  # of float32
 SECONDS_FOR_SITES = 30  # in which the results of each collective are left out
+SECONDS_FOR_OPTIONS = 60  # in which each option is left out
+_IDLE = "no collective runs for it"
 _AT_ONCE = 6  # of them in one job; it ends where ranks wait for each other without an end
 NOT_COVERED = (
     "kernels of Transformer Engine and fused kernels (megatron-core's local layers ran instead)",
@@ -306,9 +308,9 @@ class _Job:
             if not wrong:
                 refused = self._worthless(layout)
             if not wrong and not refused:
-                idle = tuple(self._idle_options(layout))
-                if idle:
-                    not_covered += (f"{', '.join(idle)}: no collective runs for it",)
+                for why, options in self._idle_options(layout).items():
+                    not_covered += (f"{', '.join(options)}: {why}",)
+                    idle += tuple(options)
                 seconds = SECONDS_FOR_SITES if search else 0
                 not_covered += tuple(self._uncovered(layout, seconds))
             tolerance = self.reference(layout.alone()).tolerance
@@ -337,9 +339,7 @@ class _Job:
         if alone not in self._references:
             variants = [PLAIN, Variant(backwards=True, jitter=ULP), Variant(jitter=ULP)]
             (results,) = self._run(alone, None, variants)
-            reference = Reference(results[0])
-            reference.measure(results[1:])
-            self._references[alone] = reference
+            self._references[alone] = Reference(results[0], results[1:])
         return self._references[alone]
 
     def _refuse_noise(self, alone: Layout) -> None:
@@ -347,19 +347,19 @@ class _Job:
         noise = self.reference(alone).noise()
         if not noise:
             return
-        names = self.reference(alone).whole["initial"].keys()
+        names = self.reference(alone).initial.keys()
         causes = []
         for option in alone.options:
             # An option that others need cannot be left out: then it is not named.
             with suppress(Refused):
                 without = self.reference(alone.without(option))
                 # Without experts there is no router either: the model must stay the same.
-                if without.whole["initial"].keys() == names and not without.noise():
+                if without.initial.keys() == names and not without.noise():
                     causes.append(option)
         cause = " or ".join(causes) or "the model, or several of its options,"
         raise Refused(
             f"{cause} makes the step random or dependent on the order of micro batches: on one "
-            f"rank, in reverse order or with weights that differ in the last bit, {noise} of their "
+            f"rank, in reverse order or with weights that differ in the last bit, {noise} of its "
             f"size, and above {NOISE_FLOOR / MARGIN:.0e} a fault cannot be told from that"
         )
 
@@ -391,19 +391,27 @@ class _Job:
         names = reference.unmoved()
         if names:
             return f"the step did not change {few(names)}, which has a gradient"
-        if not any(map(reference.has_gradient, reference.whole["gradients"])):
+        if not any(map(reference.has_gradient, reference.initial)):
             return "no parameter has a gradient"
         return ""
 
-    def _idle_options(self, layout: Layout) -> Iterator[str]:
-        """Options of several ranks without which these call the same collectives."""
+    def _idle_options(self, layout: Layout) -> dict[str, list[str]]:
+        """Options of several ranks without which these call the same collectives, in words."""
         trials = []
         for option in layout.options:
             # Recomputation is compared by itself, and the optimizer's copies talk to nobody.
             if option in OF_SEVERAL and option not in (*RECOMPUTATION, *MIXED_PRECISION):
-                trials.append(Variant(left_out=option))
-        seen = self._seen(layout, trials, time.monotonic() + self.timeout)
-        return (option for option in seen if not seen[option])
+                trials.append(Variant(left_out=option, steps=1))
+        calls = [computed.calls for computed in self._computed[layout]]
+        idle: dict[str, list[str]] = {}
+        try:
+            by_variant = self._run_layout(layout, trials, SECONDS_FOR_OPTIONS) if trials else []
+        except Refused:
+            return {"not tried without it": [trial.left_out for trial in trials]}
+        for trial, ranks in zip(trials, by_variant, strict=True):
+            if calls == [computed.calls for computed in ranks]:
+                idle.setdefault(_IDLE, []).append(trial.left_out)
+        return idle
 
     def _uncovered(self, layout: Layout, seconds: float) -> Iterator[str]:
         """Collectives of which a lost result would not be seen, or was not tried, in words.
@@ -439,7 +447,7 @@ class _Job:
             yield f"lost results of {', '.join(untried)}: not tried"
 
     def _seen(self, layout: Layout, trials: Sequence[Variant], end: float) -> dict[str, bool]:
-        """Whether something differs, for each that was left out before ``end``."""
+        """Whether something differs, for each site that was tried before ``end``."""
         seen: dict[str, bool] = {}
         left = end - time.monotonic()
         if not trials or left <= 0:
@@ -457,25 +465,19 @@ class _Job:
                 seen |= self._seen(layout, [trial], end)
             return seen
         for trial, ranks in zip(trials, by_variant, strict=False):
-            seen[trial.left_out] = self._is_seen(layout, trial, ranks)
+            wrong, _ = self._sorted(findings(self.reference(layout.alone()), ranks))
+            seen[trial.left_out] = bool(wrong)
         rest = trials[len(by_variant) :]
         if rest:
             seen[rest[0].left_out] = True  # a rank raised
             seen |= self._seen(layout, rest[1:], end)
         return seen
 
-    def _is_seen(self, layout: Layout, trial: Variant, ranks: Sequence[Computed]) -> bool:
-        if trial.left_out in layout.options:
-            calls = [computed.calls for computed in self._computed[layout]]
-            return calls != [computed.calls for computed in ranks]
-        wrong, _ = self._sorted(findings(self.reference(layout.alone()), ranks))
-        return bool(wrong)
-
     def _run_layout(
         self, layout: Layout, variants: Sequence[Variant], timeout: float | None = None
     ) -> list[list[Computed]]:
         """The results of each rank, for each variant, from the initial weights of one rank."""
-        initial = self.reference(layout.alone()).whole["initial"]
+        initial = self.reference(layout.alone()).initial
         start = time.monotonic()
         by_rank = self._run(layout, initial, variants, timeout)
         self._seconds.setdefault(layout, time.monotonic() - start)

@@ -26,6 +26,9 @@ from compat.verification.on_cpu import chunks_held, parameters_say, taken
 MicroBatch: TypeAlias = Mapping[str, Any]
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 Place: TypeAlias = tuple[str, Slices]  # a whole tensor, and the part of it
+Kind: TypeAlias = tuple[int, str]  # the step, and the quantity: (1, "gradient")
+NORM = "gradient norm"
+EVEN_NORM = "gradient norm of equal gradients"  # which each parameter has
 Build: TypeAlias = Callable[..., Any]
 Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 SEED = 1234
@@ -61,26 +64,19 @@ class Draw(NamedTuple):
 
 @dataclass
 class Computed:
-    """The results of one rank's step, and of the step after it."""
+    """The results of one rank's two steps."""
 
     initial: list[Piece] = field(default_factory=list)
     # Weights that the job's own initialisation made.
     own_initial: list[Piece] = field(default_factory=list)
-    gradients: list[Piece] = field(default_factory=list)
-    updates: list[Piece] = field(default_factory=list)
-    buffers: list[Piece] = field(default_factory=list)
-    # Of the last stage: parts of one tensor that has a number for each micro batch.
-    losses: list[Piece] = field(default_factory=list)
-    tokens: list[Piece] = field(default_factory=list)
-    norm: float = 0.0
-    # The norm of gradients of equal size, and these.
-    even_norm: float = 0.0
-    even_gradients: list[Piece] = field(default_factory=list)
-    calls: Counter[Call] = field(default_factory=Counter)  # collectives of several ranks
+    tensors: dict[Kind, list[Piece]] = field(default_factory=dict)
+    # A norm that the optimizer took, and the gradients of which it is.
+    norms: dict[Kind, tuple[float, list[Piece]]] = field(default_factory=dict)
+    # Collectives of several ranks, in the first step.
+    calls: Counter[Call] = field(default_factory=Counter)
     one_way: set[str] = field(default_factory=set)  # functions whose backward pass did not run
     tensor_parallel_ranks: tuple[int, ...] = ()
     draws: list[Draw] = field(default_factory=list)
-    next_step: Computed | None = None
 
 
 class ForwardStep(Protocol):
@@ -146,7 +142,7 @@ def run_variants(
     """*Collective.* Take two optimizer steps for each variant, each from ``initial`` weights.
 
     Without ``initial``, the first variant takes the model's own weights, made uneven, and the
-    others take the same. A rank that raises where something was left out gives the results
+    others take the same. A rank that raises where a collective was left out gives the results
     before, and so do then all others.
     """
     from megatron.core import parallel_state
@@ -161,7 +157,9 @@ def run_variants(
         except Exception:
             if not variant.left_out:
                 raise
-            return results
+            if variant.left_out not in layout.options:
+                return results
+            computed = Computed()  # Megatron refuses the layout without this option
         results.append(computed)
         if initial is None:
             initial = whole_tensors(computed.initial)
@@ -230,15 +228,16 @@ def _take_steps(
         config.param_sync_func = _of_chunks([chunk.start_param_sync for chunk in model])
 
     numbers = _own_micro_batches(task, layout, state, variant.backwards)
-    with _recorded_draws(computed.draws):
-        _step(task, layout, computed, chunks, model, optimizer, numbers, state)
+    for step in range(1, variant.steps + 1):
+        if step > 1 and "clip_grad" not in layout.options:
+            norm, _ = computed.norms[1, NORM]
+            _clip_at(norm / 2, optimizer)
+        with _recorded_draws(computed.draws):
+            _step(step, task, layout, computed, chunks, model, optimizer, numbers, state)
+        if step == 1:
+            computed.calls = watched.calls.copy()
     if variant.steps > 1:
-        computed.next_step = Computed(initial=_pieces(chunks))
-        if "clip_grad" not in layout.options:
-            _clip_at(computed.norm / 2, optimizer)
-        _step(task, layout, computed.next_step, chunks, model, optimizer, numbers, state)
-        _count_parameters(computed.next_step, chunks, optimizer)
-    computed.calls = watched.calls
+        computed.norms[variant.steps, EVEN_NORM] = _even_norm(chunks, optimizer)
     computed.one_way = watched.forward - watched.backward
     return computed
 
@@ -281,6 +280,7 @@ def _of_chunks(functions: Sequence[Any]) -> Any:
 
 
 def _step(
+    step: int,
     task: Task,
     layout: Layout,
     computed: Computed,
@@ -297,12 +297,16 @@ def _step(
         wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     samples, length = task.shape
+    weights_before = {piece.place: piece.value for piece in _pieces(chunks)}
+    # Of the last stage: parts of one tensor that has a number for each micro batch.
+    losses: list[Piece] = []
+    tokens: list[Piece] = []
 
-    def run(results: Computed, forward_only: bool) -> None:
+    def run(losses: list[Piece], tokens: list[Piece], forward_only: bool) -> None:
         # Each chunk of an interleaved pipeline takes the micro batches by itself.
         micro_batches = [iter(numbers) for _ in model]
         get_forward_backward_func()(
-            forward_step_func=_forward_step(task, layout, chunks[0].config, results, state),
+            forward_step_func=_forward_step(task, layout, chunks[0].config, losses, tokens, state),
             data_iterator=_of_chunks(micro_batches),
             model=list(model),
             num_microbatches=len(numbers),
@@ -311,28 +315,32 @@ def _step(
             forward_only=forward_only,
         )
 
-    run(computed, forward_only=False)
-    for part in (*computed.losses, *computed.tokens):
+    run(losses, tokens, forward_only=False)
+    for part in (*losses, *tokens):
         # Each cp rank has summed over its own part of a sample.
         dist.all_reduce(part.value, group=state.get_context_parallel_group())
     with _whole_gradients(model), _holding(_gradients(chunks)):
-        computed.gradients = _unscaled(_pieces(chunks), optimizer)
+        gradients = _unscaled(_pieces(chunks), optimizer)
     _, norm, _ = optimizer.step()
-    computed.norm = float(norm)
+    computed.norms[step, NORM] = float(norm), gradients
     if model[0].ddp_config.overlap_param_gather:
         # megatron-core gathers parameters in the hooks of the next forward pass. Gathered here
         # instead, a hook that gathers nothing would not be seen.
         with torch.no_grad():
-            run(Computed(), forward_only=True)
-    weights_before = {piece.place: piece.value for piece in computed.initial}
+            run([], [], forward_only=True)
+    updates = []
     for piece in _pieces(chunks):
         update = piece.value - weights_before[piece.place]
-        computed.updates.append(piece._replace(value=update))
-    computed.buffers = _pieces(chunks, of_buffers=True)
+        updates.append(piece._replace(value=update))
+    computed.tensors[step, "loss"] = losses
+    computed.tensors[step, "tokens"] = tokens
+    computed.tensors[step, "gradient"] = gradients
+    computed.tensors[step, "update"] = updates
+    computed.tensors[step, "buffer"] = _pieces(chunks, of_buffers=True)
 
 
-def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any) -> None:
-    """Take the norm of gradients of equal size.
+def _even_norm(chunks: Sequence[Any], optimizer: Any) -> tuple[float, list[Piece]]:
+    """The norm of gradients of equal size, and these.
 
     In the norm of a step, a small parameter that is left out or counted twice would not be seen.
     """
@@ -343,9 +351,9 @@ def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any)
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(SEED))
             gradient.copy_(noise * (optimizer.get_loss_scale() / noise.norm()))
     with _holding(gradients):
-        computed.even_gradients = _unscaled(_pieces(chunks), optimizer)
+        pieces = _unscaled(_pieces(chunks), optimizer)
     _, norm, _ = optimizer.step()
-    computed.even_norm = float(norm)
+    return float(norm), pieces
 
 
 def _unscaled(gradients: list[Piece], optimizer: Any) -> list[Piece]:
@@ -453,7 +461,12 @@ def _own_micro_batches(task: Task, layout: Layout, state: Any, backwards: bool) 
 
 
 def _forward_step(
-    task: Task, layout: Layout, config: Any, computed: Computed, state: Any
+    task: Task,
+    layout: Layout,
+    config: Any,
+    losses: list[Piece],
+    tokens: list[Piece],
+    state: Any,
 ) -> Callable[..., Any]:
     cp_rank = state.get_context_parallel_rank()
     cp_size = state.get_context_parallel_world_size()
@@ -467,11 +480,11 @@ def _forward_step(
         output, loss = forward(number, model)
 
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
-            total, tokens, *_ = loss(output)
+            total, count, *_ = loss(output)
             where = ((number, number + 1),)
-            computed.losses.append(Piece("", where, total.detach().clone().view(1)))
-            computed.tokens.append(Piece("", where, tokens.detach().clone().view(1)))
-            return total, tokens.to(torch.int), {}
+            losses.append(Piece("", where, total.detach().clone().view(1)))
+            tokens.append(Piece("", where, count.detach().clone().view(1)))
+            return total, count.to(torch.int), {}
 
         return output, recorded
 
