@@ -296,7 +296,7 @@ def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 # Experts' layers, and losses of gathered logits, change in place what this function returns. In a
 # group of one rank it returns its input, of which autograd then refuses the change.
-_GIVES_ITS_INPUT = "gives its input in a group of one rank, which autograd lets callers change"
+_GIVES_ITS_INPUT = "gives its input in a group of one rank"
 _AS_IT_IS = "a group of two or more runs megatron-core's own, forward and backward"
 # All that is replaced in megatron-core itself. The layers of a specification are not in this list:
 # a specification exists to be given other layers.

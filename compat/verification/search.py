@@ -76,12 +76,10 @@ class Report:
     """The verdict on one layout, beside one rank."""
 
     layout: Layout
-    findings: list[Finding]
-    allowed: list[Finding]
-    smallest: list[Smallest]
-    tolerance: float
-    steps: int  # jobs that ran for it
-    seconds: float
+    findings: Sequence[Finding] = ()
+    allowed: Sequence[Finding] = ()
+    smallest: Sequence[Smallest] = ()
+    tolerance: float = 0.0
     refused: str = ""  # why the model cannot have this layout
     trace: str = ""  # of the rank that refused
     not_covered: tuple[str, ...] = NOT_COVERED
@@ -127,8 +125,6 @@ class Report:
             "allowed": list(map(vars, self.allowed)),
             "smallest": list(map(Smallest.as_dict, self.smallest)),
             "not_covered": list(self.not_covered),
-            "steps": self.steps,
-            "seconds": round(self.seconds, 1),
         }
 
 
@@ -286,45 +282,34 @@ class _Job:
         self.task = task
         self.allow = allow
         self.timeout = timeout
-        self.steps = 0
         self._references: dict[Layout, Reference] = {}
         self._differing: dict[tuple[Layout, bool], list[Finding] | Refused] = {}
         self._computed: dict[Layout, list[Computed]] = {}  # of each rank
         self._seconds: dict[Layout, float] = {}  # of the first run of each layout
 
     def report(self, layout: Layout, search: bool) -> Report:
-        start = time.monotonic()
-        steps_before = self.steps
         differing = self.differing(layout)
         not_covered = _not_covered()
         if isinstance(differing, Refused):
-            report = Report(
-                layout, [], [], [], 0, 0, 0, refused=str(differing), trace=differing.trace
-            )
-        else:
-            wrong, allowed = self._sorted(differing)
-            refused = ""
-            idle: tuple[str, ...] = ()
-            if not wrong:
-                refused = self._worthless(layout)
-            if not wrong and not refused:
-                for why, options in self._idle_options(layout).items():
-                    not_covered += (f"{', '.join(options)}: {why}",)
-                    idle += tuple(options)
-                seconds = SECONDS_FOR_SITES if search else 0
-                not_covered += tuple(self._uncovered(layout, seconds))
-            tolerance = self.reference(layout.alone()).tolerance
-            report = Report(layout, wrong, allowed, [], tolerance, 0, 0, refused, idle=idle)
-            if search and wrong:
-                # The search takes longer than the verdict, which is known already.
-                say(f"{report}\nSearching for the smallest layout that differs ...")
-                report.smallest.extend(self._all_smallest(layout, wrong))
-        return replace(
-            report,
-            steps=self.steps - steps_before,
-            seconds=time.monotonic() - start,
-            not_covered=not_covered,
-        )
+            return Report(layout, refused=str(differing), trace=differing.trace)
+        wrong, allowed = self._sorted(differing)
+        refused = ""
+        idle: tuple[str, ...] = ()
+        if not wrong:
+            refused = self._worthless(layout)
+        if not wrong and not refused:
+            for why, options in self._idle_options(layout).items():
+                not_covered += (f"{', '.join(options)}: {why}",)
+                idle += tuple(options)
+            seconds = SECONDS_FOR_SITES if search else 0
+            not_covered += tuple(self._uncovered(layout, seconds))
+        tolerance = self.reference(layout.alone()).tolerance
+        report = Report(layout, wrong, allowed, (), tolerance, refused, "", not_covered, idle)
+        if search and wrong:
+            # The search takes longer than the verdict, which is known already.
+            say(f"{report}\nSearching for the smallest layout that differs ...")
+            report = replace(report, smallest=list(self._all_smallest(layout, wrong)))
+        return report
 
     def _sorted(self, differing: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
         """The findings that are wrong, and those that are allowed."""
@@ -492,7 +477,6 @@ class _Job:
         timeout: float | None = None,
     ) -> list[list[Computed]]:
         """The results for each variant, of each rank."""
-        self.steps += 1
         return on_ranks(
             layout.world_size,
             lambda _: run_variants(self.task, layout, initial, variants),
