@@ -320,7 +320,7 @@ REPLACED = (
         "fusions.fused_cross_entropy",
         "torch",
         lambda _: _torch_without_bfloat16(),
-        "rounds gradients to float32, where Megatron's rounds them to bfloat16 whatever they are",
+        "rounds gradients to float32, and not to bfloat16",
         "each rank rounds its own part",
     ),
     Replaced(
@@ -334,14 +334,14 @@ REPLACED = (
         "transformer.moe.moe_utils",
         "te_general_gemm",
         lambda function: function,
-        "is None without Transformer Engine, where 0.16 has no such name",
+        "is None, where 0.16 has no such name",
         "the router then multiplies with torch",
     ),
     Replaced(
         "transformer.multi_token_prediction",
         "is_inference_column_parallel_linear",
         lambda _: lambda _: False,
-        "knows no layer for inference, whose class needs Transformer Engine",
+        "knows no layer for inference",
         "a training job has no such layer",
     ),
 )
