@@ -12,10 +12,11 @@ import contextlib
 import functools
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -36,12 +37,20 @@ _TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 Results: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
+class Call(NamedTuple):
+    """A collective of several ranks: where it was called, and what it does to how many numbers."""
+
+    site: str
+    operation: str
+    numel: int
+
+
 class Watch:
     """The record of this process's collectives, and the site whose results it leaves out."""
 
     def __init__(self, left_out: str = "") -> None:
         self.left_out = left_out
-        self.sites: set[str] = set()
+        self.calls: Counter[Call] = Counter()
         # Functions of megatron-core that autograd must run in both directions.
         self.forward: set[str] = set()
         self.backward: set[str] = set()
@@ -137,7 +146,12 @@ def _watched(collective: Callable[..., Any], written: str, read: str) -> Callabl
         group = arguments.get("group")
         outputs = _listed(arguments[written])
         own = []
-        if _is_left_out(f"{collective.__name__} in {call_site(sys._getframe(1))}", group):
+        call_of_site = Call(
+            site=f"{collective.__name__} in {call_site(sys._getframe(1))}",
+            operation=str(arguments.get("op", "")),
+            numel=sum(output.numel() for output in outputs),
+        )
+        if _is_left_out(call_of_site, group):
             own = _own_results(outputs, _listed(arguments[read]), group)
         handle = _collecting.get(group)
         if not arguments.get("async_op", False):
@@ -170,13 +184,13 @@ def _watched(collective: Callable[..., Any], written: str, read: str) -> Callabl
     return started
 
 
-def _is_left_out(site: str, group: Any) -> bool:
-    """Record the site, unless it is ours or nobody else is in the group."""
+def _is_left_out(call: Call, group: Any) -> bool:
+    """Record the call, unless it is ours or nobody else is in the group."""
     record = _watches[0]
-    if site.endswith(" in ") or torch.distributed.get_world_size(group) < 2:
+    if call.site.endswith(" in ") or torch.distributed.get_world_size(group) < 2:
         return False
-    record.sites.add(site)
-    return site == record.left_out
+    record.calls[call] += 1
+    return call.site == record.left_out
 
 
 def _listed(tensors: Any) -> Sequence[torch.Tensor]:

@@ -39,12 +39,13 @@ def config_of(layout: Layout, **model: Any) -> Any:
         **model,
         **layout.fields_of(kind),
         **layout.sizes,
-        MIXED_PRECISION: False,  # of the optimizer alone: layers would convert their data
+        # Of the optimizer alone: layers would convert their data.
+        **dict.fromkeys(MIXED_PRECISION, False),
     }
     if fields.get("num_moe_experts"):
         # The default, alltoall, is slower over gloo.
         fields.setdefault("moe_token_dispatcher_type", "allgather")
-    return kind(**on_cpu.taken(kind, fields))
+    return kind(**fields)
 
 
 def small_gpt(
@@ -59,23 +60,20 @@ def small_gpt(
 
     ``sizes`` are fields of ``TransformerConfig``, ``model`` arguments of ``GPTModel``.
     """
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     config = config_of(layout, **sizes)
     stage = where.get("vp_stage")
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    layers = on_cpu.local_layers(config, stage, pp_rank)
-    further: dict[str, Any] = {}
-    if getattr(config, "mtp_num_layers", None):
-        further["mtp_block_spec"] = on_cpu.predicting_layers(config, layers, stage, pp_rank)
+    layers = on_cpu.local_layers(config, stage)
+    if config.mtp_num_layers:
+        where["mtp_block_spec"] = on_cpu.predicting_layers(config, layers, stage)
     return GPTModel(
         config,
         layers,
         vocab_size=vocab,
         max_sequence_length=seq_length,
         **model,
-        **on_cpu.taken(GPTModel, {**where, **further}),
+        **where,
     )
 
 

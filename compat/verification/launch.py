@@ -104,7 +104,7 @@ def _verified(
     job = line.small_job(parsed)
     (report,) = reports(job.task, [job.layout], allow, search)
     if not report.refused:
-        job.changed.extend(_treatments(line, parsed, parser, job))
+        job.changed.extend(_treatments(line, parsed, parser, job, report.idle))
     if not line.script:
         job.changed.insert(0, "a batch and a loss of ours run, and no get_batch and loss_func")
     if name and not name.startswith("pretrain_gpt"):
@@ -125,9 +125,16 @@ def _without_functions(layout: Layout) -> Layout:
 
 
 def _treatments(
-    line: Line, parsed: Any, parser: argparse.ArgumentParser, job: SmallJob
+    line: Line,
+    parsed: Any,
+    parser: argparse.ArgumentParser,
+    job: SmallJob,
+    idle: Sequence[str],
 ) -> list[str]:
-    """Which flags are verified, replaced by a stand-in, or not verified: one line for each."""
+    """Which flags are verified, replaced by a stand-in, or not verified: one line for each.
+
+    Flags that set ``idle`` options are not verified.
+    """
     actions = {}
     for action in parser._actions:
         for flag in action.option_strings:
@@ -141,6 +148,8 @@ def _treatments(
         without = copy.deepcopy(parsed)
         setattr(without, name, actions[flag].default)
         kinds[flag], other = treatment(line, name, job, without)
+        if FIELD_OF.get(name, name) in idle:
+            kinds[flag] = NOT_VERIFIED
         if other is not None:
             jobs_without[flag] = other
     # An option that reaches the small model may have no effect on it.

@@ -21,8 +21,8 @@ _OF_TP = ("sequence_parallel", "distribute_saved_activations")
 # Megatron-FSDP, by both of its names, and FSDP2: plain data parallelism would run instead.
 FULLY_SHARDED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 LOSS_PER_TOKEN = "calculate_per_token_loss"
-# The optimizer keeps float32 copies of parameters that it takes for bfloat16.
-MIXED_PRECISION = "bf16"
+# The optimizer keeps float32 copies of parameters that say they have one of these types.
+MIXED_PRECISION = {"bf16": "torch.cuda.BFloat16Tensor", "fp16": "torch.cuda.HalfTensor"}
 INSTANCES = "num_distributed_optimizer_instances"
 RECOMPUTATION = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
@@ -34,7 +34,7 @@ OF_SEVERAL = (
     *("use_distributed_optimizer", INSTANCES),
     *("overlap_grad_reduce", "overlap_param_gather", "data_parallel_random_init"),
     *("average_in_collective", "bucket_size", "moe_token_dispatcher_type"),
-    *("moe_shared_expert_overlap", "cross_entropy_loss_fusion", MIXED_PRECISION),
+    *("moe_shared_expert_overlap", "cross_entropy_loss_fusion", *MIXED_PRECISION),
     *RECOMPUTATION,
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )

@@ -108,17 +108,16 @@ def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(exchange)
+
     @functools.wraps(exchange)
     def exchanged(*args: Any, **kwargs: Any) -> Any:
-        arguments = [*args]
-        # The sizes that are sent and received: the third and fourth argument.
-        for position, value in enumerate(args):
-            if position in (2, 3) and _is_sizes(value):
-                arguments[position] = value.tolist()
-        for name, value in kwargs.items():
-            if name in ("output_split_sizes", "input_split_sizes") and _is_sizes(value):
-                kwargs[name] = value.tolist()
-        return exchange(*arguments, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        for name in ("output_split_sizes", "input_split_sizes"):
+            sizes = arguments.get(name)
+            if isinstance(sizes, torch.Tensor):
+                arguments[name] = sizes.tolist()
+        return exchange(**arguments)
 
     return exchanged
 
@@ -158,23 +157,19 @@ def _have_one_shape(parts: Any) -> bool:
     return all(part.shape == parts[0].shape for part in parts)
 
 
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+_said_types: list[str] = []  # the type that parameters say they have, and have float32 data
 
 
-_saying_bfloat16: list[bool] = []  # not empty: parameters say so, and have float32 data
-
-
-def parameters_say(bfloat16: bool) -> None:
-    """Let the optimizer take parameters for bfloat16: it then keeps copies of them in float32."""
-    _saying_bfloat16[:] = [True] * bfloat16
+def parameters_say(types: list[str]) -> None:
+    """Let the optimizer take parameters for float16: it then keeps copies of them in float32."""
+    _said_types[:] = types
 
 
 def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def answer(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None and _saying_bfloat16 and isinstance(self, torch.nn.Parameter):
-            return "torch.cuda.BFloat16Tensor"
+        if dtype is None and _said_types and isinstance(self, torch.nn.Parameter):
+            return _said_types[0]
         if dtype is None:
             return "torch.cuda." + type_of(self).rsplit(".", 1)[-1]
         return type_of(self, dtype, *args, **kwargs)
@@ -182,18 +177,18 @@ def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
+def local_layers(config: Any, vp_stage: int | None) -> Any:
     """The specification of this stage's layers, for megatron-core without Transformer Engine."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     replace_parts()
-    where = {
-        "normalization": config.normalization,
-        "qk_l2_norm": getattr(config, "qk_l2_norm", False),
-        "vp_stage": vp_stage,
-        "pp_rank": pp_rank,
-    }
-    block = get_gpt_decoder_block_spec(config, False, **taken(get_gpt_decoder_block_spec, where))
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
     block.layer_norm = _norm(config)
     # Equal layers have one specification in common.
     layers = {id(layer): layer for layer in block.layer_specs}
@@ -202,13 +197,13 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int) -> Any:
     return block
 
 
-def predicting_layers(config: Any, block: Any, vp_stage: int | None, pp_rank: int) -> Any:
+def predicting_layers(config: Any, block: Any, vp_stage: int | None) -> Any:
     """The specification of this stage's layers that predict further tokens; None without any."""
-    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    where = {"vp_stage": vp_stage, "pp_rank": pp_rank}
-    function = gpt_layer_specs.get_gpt_mtp_block_spec
-    predicting = function(config, block, False, **taken(function, where))
+    predicting = get_gpt_mtp_block_spec(
+        config, block, use_transformer_engine=False, vp_stage=vp_stage
+    )
     if predicting is None:
         return None
     norm = _norm(config)
@@ -301,7 +296,7 @@ def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 # Experts' layers, and losses of gathered logits, change in place what this function returns. In a
 # group of one rank it returns its input, of which autograd then refuses the change.
-_GIVES_ITS_INPUT = "gives its input in a group of one rank, which autograd lets callers change"
+_GIVES_ITS_INPUT = "gives its input in a group of one rank"
 _AS_IT_IS = "a group of two or more runs megatron-core's own, forward and backward"
 # All that is replaced in megatron-core itself. The layers of a specification are not in this list:
 # a specification exists to be given other layers.
@@ -325,7 +320,7 @@ REPLACED = (
         "fusions.fused_cross_entropy",
         "torch",
         lambda _: _torch_without_bfloat16(),
-        "rounds gradients to float32, where Megatron's rounds them to bfloat16 whatever they are",
+        "rounds gradients to float32, and not to bfloat16",
         "each rank rounds its own part",
     ),
     Replaced(
@@ -339,14 +334,14 @@ REPLACED = (
         "transformer.moe.moe_utils",
         "te_general_gemm",
         lambda function: function,
-        "is None without Transformer Engine, where 0.16 has no such name",
+        "is None, where 0.16 has no such name",
         "the router then multiplies with torch",
     ),
     Replaced(
         "transformer.multi_token_prediction",
         "is_inference_column_parallel_linear",
         lambda _: lambda _: False,
-        "knows no layer for inference, whose class needs Transformer Engine",
+        "knows no layer for inference",
         "a training job has no such layer",
     ),
 )

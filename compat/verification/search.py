@@ -20,9 +20,15 @@ from compat.verification.compare import (
     draws_that_are_wrong,
     findings,
     recomputed_gradients_that_differ,
-    unmoved,
 )
-from compat.verification.layout import FULLY_SHARDED, LOSS_PER_TOKEN, Layout
+from compat.verification.layout import (
+    FULLY_SHARDED,
+    LOSS_PER_TOKEN,
+    MIXED_PRECISION,
+    OF_SEVERAL,
+    RECOMPUTATION,
+    Layout,
+)
 from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks, say
 from compat.verification.step import (
     PLAIN,
@@ -39,6 +45,8 @@ from hypergrid.messages import few, install_command
 
 ULP = 2.0**-23  # of float32
 SECONDS_FOR_SITES = 30  # in which the results of each collective are left out
+SECONDS_FOR_OPTIONS = 60  # in which each option is left out
+_IDLE = "no collective runs for it"
 _AT_ONCE = 6  # of them in one job; it ends where ranks wait for each other without an end
 NOT_COVERED = (
     "kernels of Transformer Engine and fused kernels (megatron-core's local layers ran instead)",
@@ -68,15 +76,14 @@ class Report:
     """The verdict on one layout, beside one rank."""
 
     layout: Layout
-    findings: list[Finding]
-    allowed: list[Finding]
-    smallest: list[Smallest]
-    tolerance: float
-    steps: int  # jobs that ran for it
-    seconds: float
+    findings: Sequence[Finding] = ()
+    allowed: Sequence[Finding] = ()
+    smallest: Sequence[Smallest] = ()
+    tolerance: float = 0.0
     refused: str = ""  # why the model cannot have this layout
     trace: str = ""  # of the rank that refused
     not_covered: tuple[str, ...] = NOT_COVERED
+    idle: tuple[str, ...] = ()  # options of several ranks for which no collective runs
 
     @property
     def agrees(self) -> bool:
@@ -118,8 +125,6 @@ class Report:
             "allowed": list(map(vars, self.allowed)),
             "smallest": list(map(Smallest.as_dict, self.smallest)),
             "not_covered": list(self.not_covered),
-            "steps": self.steps,
-            "seconds": round(self.seconds, 1),
         }
 
 
@@ -277,41 +282,34 @@ class _Job:
         self.task = task
         self.allow = allow
         self.timeout = timeout
-        self.steps = 0
         self._references: dict[Layout, Reference] = {}
         self._differing: dict[tuple[Layout, bool], list[Finding] | Refused] = {}
         self._computed: dict[Layout, list[Computed]] = {}  # of each rank
         self._seconds: dict[Layout, float] = {}  # of the first run of each layout
 
     def report(self, layout: Layout, search: bool) -> Report:
-        start = time.monotonic()
-        steps_before = self.steps
         differing = self.differing(layout)
         not_covered = _not_covered()
         if isinstance(differing, Refused):
-            report = Report(
-                layout, [], [], [], 0, 0, 0, refused=str(differing), trace=differing.trace
-            )
-        else:
-            wrong, allowed = self._sorted(differing)
-            refused = ""
-            if not wrong:
-                refused = self._worthless(layout)
-            if not wrong and not refused:
-                seconds = SECONDS_FOR_SITES if search else 0
-                not_covered += tuple(self._uncovered(layout, seconds))
-            tolerance = self.reference(layout.alone()).tolerance
-            report = Report(layout, wrong, allowed, [], tolerance, 0, 0, refused)
-            if search and wrong:
-                # The search takes longer than the verdict, which is known already.
-                say(f"{report}\nSearching for the smallest layout that differs ...")
-                report.smallest.extend(self._all_smallest(layout, wrong))
-        return replace(
-            report,
-            steps=self.steps - steps_before,
-            seconds=time.monotonic() - start,
-            not_covered=not_covered,
-        )
+            return Report(layout, refused=str(differing), trace=differing.trace)
+        wrong, allowed = self._sorted(differing)
+        refused = ""
+        idle: tuple[str, ...] = ()
+        if not wrong:
+            refused = self._worthless(layout)
+        if not wrong and not refused:
+            for why, options in self._idle_options(layout).items():
+                not_covered += (f"{', '.join(options)}: {why}",)
+                idle += tuple(options)
+            seconds = SECONDS_FOR_SITES if search else 0
+            not_covered += tuple(self._uncovered(layout, seconds))
+        tolerance = self.reference(layout.alone()).tolerance
+        report = Report(layout, wrong, allowed, (), tolerance, refused, "", not_covered, idle)
+        if search and wrong:
+            # The search takes longer than the verdict, which is known already.
+            say(f"{report}\nSearching for the smallest layout that differs ...")
+            report = replace(report, smallest=list(self._all_smallest(layout, wrong)))
+        return report
 
     def _sorted(self, differing: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
         """The findings that are wrong, and those that are allowed."""
@@ -326,9 +324,7 @@ class _Job:
         if alone not in self._references:
             variants = [PLAIN, Variant(backwards=True, jitter=ULP), Variant(jitter=ULP)]
             (results,) = self._run(alone, None, variants)
-            reference = Reference(results[0])
-            reference.measure(results[1:])
-            self._references[alone] = reference
+            self._references[alone] = Reference(results[0], results[1:])
         return self._references[alone]
 
     def _refuse_noise(self, alone: Layout) -> None:
@@ -336,14 +332,14 @@ class _Job:
         noise = self.reference(alone).noise()
         if not noise:
             return
-        names = self.reference(alone).whole["initial"].keys()
+        names = self.reference(alone).initial.keys()
         causes = []
         for option in alone.options:
             # An option that others need cannot be left out: then it is not named.
             with suppress(Refused):
                 without = self.reference(alone.without(option))
                 # Without experts there is no router either: the model must stay the same.
-                if without.whole["initial"].keys() == names and not without.noise():
+                if without.initial.keys() == names and not without.noise():
                     causes.append(option)
         cause = " or ".join(causes) or "the model, or several of its options,"
         raise Refused(
@@ -364,7 +360,7 @@ class _Job:
                 reference = self.reference(layout.alone())
                 ranks, *dropping = self._run_layout(layout, variants)
                 self._computed[layout] = ranks
-                differing = findings(reference, layout, ranks)
+                differing = findings(reference, ranks)
                 if dropping:
                     differing += draws_that_are_wrong(dropping[0])
                 if len(dropping) > 1:
@@ -377,12 +373,30 @@ class _Job:
     def _worthless(self, layout: Layout) -> str:
         """Why agreement in this layout would say nothing; "" if it does say something."""
         reference = self.reference(layout.alone())
-        names = set().union(*map(unmoved, [reference.computed, *self._computed[layout]]))
+        names = reference.unmoved()
         if names:
-            return f"the step did not change {few(sorted(names))}, which has a gradient"
-        if not any(map(reference.has_gradient, reference.whole["gradients"])):
+            return f"the step did not change {few(names)}, which has a gradient"
+        if not any(map(reference.has_gradient, reference.initial)):
             return "no parameter has a gradient"
         return ""
+
+    def _idle_options(self, layout: Layout) -> dict[str, list[str]]:
+        """Options of several ranks without which these call the same collectives, in words."""
+        trials = []
+        for option in layout.options:
+            # Recomputation is compared by itself, and the optimizer's copies talk to nobody.
+            if option in OF_SEVERAL and option not in (*RECOMPUTATION, *MIXED_PRECISION):
+                trials.append(Variant(left_out=option, steps=1))
+        calls = [computed.calls for computed in self._computed[layout]]
+        idle: dict[str, list[str]] = {}
+        try:
+            by_variant = self._run_layout(layout, trials, SECONDS_FOR_OPTIONS) if trials else []
+        except Refused:
+            return {"not tried without it": [trial.left_out for trial in trials]}
+        for trial, ranks in zip(trials, by_variant, strict=True):
+            if calls == [computed.calls for computed in ranks]:
+                idle.setdefault(_IDLE, []).append(trial.left_out)
+        return idle
 
     def _uncovered(self, layout: Layout, seconds: float) -> Iterator[str]:
         """Collectives of which a lost result would not be seen, or was not tried, in words.
@@ -393,7 +407,7 @@ class _Job:
         one_way: set[str] = set()
         for rank, computed in enumerate(self._computed[layout]):
             one_way |= computed.one_way
-            for site in computed.sites:
+            for site in {call.site for call in computed.calls}:
                 ranks_of.setdefault(site, []).append(rank)
         seen: dict[str, bool] = {}
         if seconds:
@@ -419,24 +433,24 @@ class _Job:
 
     def _seen(self, layout: Layout, trials: Sequence[Variant], end: float) -> dict[str, bool]:
         """Whether something differs, for each site that was tried before ``end``."""
+        seen: dict[str, bool] = {}
         left = end - time.monotonic()
         if not trials or left <= 0:
-            return {}
+            return seen
         seconds = self._seconds[layout] * (1 + len(trials))
         try:
             by_variant = self._run_layout(layout, trials, min(left, seconds))
         except Refused:
             if left < seconds:
-                return {}
+                return seen
             # A rank ended, or ranks wait for each other without an end: nobody would miss that.
             if len(trials) == 1:
                 return {trials[0].left_out: True}
-            middle = len(trials) // 2
-            first_half = self._seen(layout, trials[:middle], end)
-            return first_half | self._seen(layout, trials[middle:], end)
-        seen = {}
+            for trial in trials:
+                seen |= self._seen(layout, [trial], end)
+            return seen
         for trial, ranks in zip(trials, by_variant, strict=False):
-            wrong, _ = self._sorted(findings(self.reference(layout.alone()), layout, ranks))
+            wrong, _ = self._sorted(findings(self.reference(layout.alone()), ranks))
             seen[trial.left_out] = bool(wrong)
         rest = trials[len(by_variant) :]
         if rest:
@@ -448,7 +462,7 @@ class _Job:
         self, layout: Layout, variants: Sequence[Variant], timeout: float | None = None
     ) -> list[list[Computed]]:
         """The results of each rank, for each variant, from the initial weights of one rank."""
-        initial = self.reference(layout.alone()).whole["initial"]
+        initial = self.reference(layout.alone()).initial
         start = time.monotonic()
         by_rank = self._run(layout, initial, variants, timeout)
         self._seconds.setdefault(layout, time.monotonic() - start)
@@ -463,7 +477,6 @@ class _Job:
         timeout: float | None = None,
     ) -> list[list[Computed]]:
         """The results for each variant, of each rank."""
-        self.steps += 1
         return on_ranks(
             layout.world_size,
             lambda _: run_variants(self.task, layout, initial, variants),

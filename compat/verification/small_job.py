@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import product
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from compat.verification.arguments import BY_HAND
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
-from compat.verification.layout import LOSS_PER_TOKEN, MIXED_PRECISION, SIZES, Layout
+from compat.verification.layout import INSTANCES, LOSS_PER_TOKEN, MIXED_PRECISION, SIZES, Layout
 from compat.verification.script import Script
 from compat.verification.step import Task
 from compat.verification.structure import (
     DIMS_TOLD_APART,
-    equal_sizes_in_words,
+    equal_sizes,
     job_sizes,
     small_layout,
 )
@@ -27,6 +27,9 @@ from compat.verification.structure import (
 _HEAD = 8  # the size of an attention head
 _VOCAB_FOR_EACH_RANK = 56
 _LEAST_LENGTH = 40
+# Sizes that have no name of a dim.
+_DEPTH = "layers of a stage"
+_TOP_K = "top-k of the router"
 # Fields of TransformerConfig that the small model sets itself.
 SHAPE = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -100,7 +103,7 @@ def small_job(
     layout = small_layout(args, keep, changed)
     if order is not None:
         layout = replace(layout, order=order)
-    sizes = _sizes(args, layout, changed)
+    sizes = _sizes(args, layout)
     options = {**layout.options, **_options(args, sizes, changed)}
     _split_pipeline_unevenly(args, layout, sizes, options)
     if args.config.num_moe_experts:
@@ -135,11 +138,21 @@ def small_job(
             "--calculate-per-token-loss Megatron weighs them unequally otherwise"
         )
     batch = uneven_batch(max(micro_batches, 4), samples, length, vocab, parts)
-    depth = "layers of a stage"
     of_job = job_sizes(args)
-    of_job[depth] = args.config.num_layers // of_job["pp"]
-    of_small = {**dims, depth: sizes["num_layers"] // layout.pp}
-    changed.extend(equal_sizes_in_words(of_job, of_small, product([depth], DIMS_TOLD_APART)))
+    of_job[_DEPTH] = args.config.num_layers // of_job["pp"]
+    of_small = {**dims, _DEPTH: sizes["num_layers"] // layout.pp}
+    of_small[INSTANCES] = options.get(INSTANCES, 1)
+    if args.config.num_moe_experts:
+        of_job[_TOP_K] = args.config.moe_router_topk
+        of_small[_TOP_K] = args.config.moe_router_topk
+    equal = []
+    for first, second in equal_sizes(of_job, of_small, combinations(of_small, 2)):
+        equal.append(f"{first} and {second}")
+    if equal:
+        changed.append(
+            f"equal sizes, which differ in the job, so a fault that takes one for the other is "
+            f"not seen: {', '.join(equal)}"
+        )
     shown = ", ".join(f"{name} {value}" for name, value in sizes.items() if value)
     changed.append(f"the model is smaller: {shown}, sequences of {length} tokens")
     task = Task(build, batch)
@@ -165,7 +178,7 @@ def _length(layout: Layout) -> int:
     return unit * -(-_LEAST_LENGTH // unit)
 
 
-def _sizes(args: Any, layout: Layout, changed: list[str]) -> dict[str, Any]:
+def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
     config = args.config
     heads = 6 * layout.tp
     groups = getattr(config, "num_query_groups", None)
@@ -174,10 +187,7 @@ def _sizes(args: Any, layout: Layout, changed: list[str]) -> dict[str, Any]:
         query_groups = 3 * layout.tp
         # Several ranks of the job hold the keys and values of one group.
         if groups < config.tensor_model_parallel_size:
-            if layout.tp % 2 == 0:
-                query_groups = layout.tp // 2
-            else:
-                changed.append("not kept: query groups fewer than tp; --keep tp keeps them")
+            query_groups = max(1, layout.tp // 2)
     # Two layers on each stage, or one or two in each chunk of an interleaved pipeline.
     num_layers = layout.pp * 2
     if layout.vp:
@@ -294,8 +304,9 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             options[field_name] = True
         elif name == "ddp_bucket_size" and value:
             options[field_name] = _BUCKET_SIZE
-    if getattr(args, "bf16", False):
-        options[MIXED_PRECISION] = True
+    for name in MIXED_PRECISION:
+        if getattr(args, name, False):
+            options[name] = True
     if options.get("overlap_grad_reduce"):
         options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":

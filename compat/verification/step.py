@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,13 +19,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compat.verification.collectives import call_site, watch
+from compat.verification.collectives import Call, call_site, watch
 from compat.verification.layout import INSTANCES, MIXED_PRECISION, RECOMPUTATION, Layout
 from compat.verification.on_cpu import chunks_held, parameters_say, taken
 
 MicroBatch: TypeAlias = Mapping[str, Any]
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 Place: TypeAlias = tuple[str, Slices]  # a whole tensor, and the part of it
+Kind: TypeAlias = tuple[int, str]  # the step, and the quantity: (1, "gradient")
+NORM = "gradient norm"
+EVEN_NORM = "gradient norm of equal gradients"  # which each parameter has
 Build: TypeAlias = Callable[..., Any]
 Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 SEED = 1234
@@ -50,24 +54,6 @@ class Piece(NamedTuple):
         return tuple(slice(start, end) for start, end in self.where)
 
 
-class InitialValue(NamedTuple):
-    """A weight that the job's own initialisation made."""
-
-    digest: str
-    is_drawn: bool  # and not the same number everywhere, as the weight of a norm
-    square: float  # the sum of its squares
-    numel: int
-
-
-class MicroBatchLoss(NamedTuple):
-    """The loss that one rank of the last stage summed over its tokens of one micro batch."""
-
-    micro_batch: int
-    cp_rank: int
-    total: float
-    tokens: float
-
-
 class Draw(NamedTuple):
     """A dropout of one rank: its place, and digests of its input and of the generator's state."""
 
@@ -78,24 +64,19 @@ class Draw(NamedTuple):
 
 @dataclass
 class Computed:
-    """The results of one rank's step, and of the step after it."""
+    """The results of one rank's two steps."""
 
     initial: list[Piece] = field(default_factory=list)
     # Weights that the job's own initialisation made.
-    own_initial: dict[Place, InitialValue] = field(default_factory=dict)
-    gradients: list[Piece] = field(default_factory=list)
-    updates: list[Piece] = field(default_factory=list)
-    buffers: list[Piece] = field(default_factory=list)
-    losses: list[MicroBatchLoss] = field(default_factory=list)
-    norm: float = 0.0
-    # The norm of gradients of equal size, and the square of each piece's part in it.
-    even_norm: float = 0.0
-    even_squares: dict[Place, float] = field(default_factory=dict)
-    sites: set[str] = field(default_factory=set)  # where collectives of several ranks were called
+    own_initial: list[Piece] = field(default_factory=list)
+    tensors: dict[Kind, list[Piece]] = field(default_factory=dict)
+    # A norm that the optimizer took, and the gradients of which it is.
+    norms: dict[Kind, tuple[float, list[Piece]]] = field(default_factory=dict)
+    # Collectives of several ranks, in the first step.
+    calls: Counter[Call] = field(default_factory=Counter)
     one_way: set[str] = field(default_factory=set)  # functions whose backward pass did not run
     tensor_parallel_ranks: tuple[int, ...] = ()
     draws: list[Draw] = field(default_factory=list)
-    next_step: Computed | None = None
 
 
 class ForwardStep(Protocol):
@@ -135,8 +116,9 @@ class Variant:
     """How a run differs from the plain one.
 
     ``backwards`` takes micro batches in the reverse order and ``jitter`` changes weights by so
-    much, relative to each: what differs then is what rounding does. On rank ``leaving_out``, the
-    results of the collectives of the call site ``left_out`` are its own input.
+    much, relative to each: what differs then is what rounding does. ``left_out`` is an option of
+    the layout, or a call site: on rank ``leaving_out``, the results of its collectives are then
+    the rank's own input.
     """
 
     backwards: bool = False
@@ -175,7 +157,9 @@ def run_variants(
         except Exception:
             if not variant.left_out:
                 raise
-            return results
+            if variant.left_out not in layout.options:
+                return results
+            computed = Computed()  # Megatron refuses the layout without this option
         results.append(computed)
         if initial is None:
             initial = whole_tensors(computed.initial)
@@ -184,6 +168,7 @@ def run_variants(
 
 
 def _varied(layout: Layout, variant: Variant) -> Layout:
+    layout = layout.without(variant.left_out)
     if not variant.recomputes:
         layout = layout.without(*RECOMPUTATION)
     if variant.dropout:
@@ -222,7 +207,7 @@ def _take_steps(
     if layout.options.get(RANDOM_INIT):
         for wrapped in model:
             wrapped.broadcast_params()
-    computed.own_initial = _initial_values(chunks)
+    computed.own_initial = _pieces(chunks)
     _set_weights(chunks, initial, variant.jitter)
     computed.initial = _pieces(chunks)
 
@@ -231,7 +216,7 @@ def _take_steps(
     for name in _SHARED_FIELDS:
         settings[name] = getattr(ddp, name)
     settings |= layout.fields_of(OptimizerConfig)
-    parameters_say(bfloat16=MIXED_PRECISION in layout.options)
+    parameters_say([said for name, said in MIXED_PRECISION.items() if name in layout.options])
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -243,15 +228,16 @@ def _take_steps(
         config.param_sync_func = _of_chunks([chunk.start_param_sync for chunk in model])
 
     numbers = _own_micro_batches(task, layout, state, variant.backwards)
-    with _recorded_draws(computed.draws):
-        _step(task, layout, computed, chunks, model, optimizer, numbers, state)
+    for step in range(1, variant.steps + 1):
+        if step > 1 and "clip_grad" not in layout.options:
+            norm, _ = computed.norms[1, NORM]
+            _clip_at(norm / 2, optimizer)
+        with _recorded_draws(computed.draws):
+            _step(step, task, layout, computed, chunks, model, optimizer, numbers, state)
+        if step == 1:
+            computed.calls = watched.calls.copy()
     if variant.steps > 1:
-        computed.next_step = Computed(initial=_pieces(chunks))
-        if "clip_grad" not in layout.options:
-            _clip_at(computed.norm / 2, optimizer)
-        _step(task, layout, computed.next_step, chunks, model, optimizer, numbers, state)
-        _count_parameters(computed.next_step, chunks, optimizer)
-    computed.sites = watched.sites
+        computed.norms[variant.steps, EVEN_NORM] = _even_norm(chunks, optimizer)
     computed.one_way = watched.forward - watched.backward
     return computed
 
@@ -266,14 +252,14 @@ def _recorded_draws(draws: list[Draw]) -> Iterator[None]:
     def recorded(features: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
         if p:
             place = call_site(sys._getframe(1))
-            draws.append(Draw(place, _digest(features), _digest(torch.get_rng_state())))
+            draws.append(Draw(place, digest(features), digest(torch.get_rng_state())))
         return dropout(features, p, *args, **kwargs)
 
     with mock.patch.object(functions, "dropout", recorded):
         yield
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
     content = tensor.detach().contiguous().numpy().tobytes()
     return hashlib.sha256(content).hexdigest()
 
@@ -294,6 +280,7 @@ def _of_chunks(functions: Sequence[Any]) -> Any:
 
 
 def _step(
+    step: int,
     task: Task,
     layout: Layout,
     computed: Computed,
@@ -310,12 +297,16 @@ def _step(
         wrapped.zero_grad_buffer()
     optimizer.zero_grad()
     samples, length = task.shape
+    weights_before = {piece.place: piece.value for piece in _pieces(chunks)}
+    # Of the last stage: parts of one tensor that has a number for each micro batch.
+    losses: list[Piece] = []
+    tokens: list[Piece] = []
 
-    def run(results: Computed, forward_only: bool) -> None:
+    def run(losses: list[Piece], tokens: list[Piece], forward_only: bool) -> None:
         # Each chunk of an interleaved pipeline takes the micro batches by itself.
         micro_batches = [iter(numbers) for _ in model]
         get_forward_backward_func()(
-            forward_step_func=_forward_step(task, layout, chunks[0].config, results, state),
+            forward_step_func=_forward_step(task, layout, chunks[0].config, losses, tokens, state),
             data_iterator=_of_chunks(micro_batches),
             model=list(model),
             num_microbatches=len(numbers),
@@ -324,25 +315,32 @@ def _step(
             forward_only=forward_only,
         )
 
-    run(computed, forward_only=False)
+    run(losses, tokens, forward_only=False)
+    for part in (*losses, *tokens):
+        # Each cp rank has summed over its own part of a sample.
+        dist.all_reduce(part.value, group=state.get_context_parallel_group())
     with _whole_gradients(model), _holding(_gradients(chunks)):
-        computed.gradients = _pieces(chunks)
+        gradients = _unscaled(_pieces(chunks), optimizer)
     _, norm, _ = optimizer.step()
-    computed.norm = float(norm)
+    computed.norms[step, NORM] = float(norm), gradients
     if model[0].ddp_config.overlap_param_gather:
         # megatron-core gathers parameters in the hooks of the next forward pass. Gathered here
         # instead, a hook that gathers nothing would not be seen.
         with torch.no_grad():
-            run(Computed(), forward_only=True)
-    weights_before = {piece.place: piece.value for piece in computed.initial}
+            run([], [], forward_only=True)
+    updates = []
     for piece in _pieces(chunks):
         update = piece.value - weights_before[piece.place]
-        computed.updates.append(piece._replace(value=update))
-    computed.buffers = _pieces(chunks, of_buffers=True)
+        updates.append(piece._replace(value=update))
+    computed.tensors[step, "loss"] = losses
+    computed.tensors[step, "tokens"] = tokens
+    computed.tensors[step, "gradient"] = gradients
+    computed.tensors[step, "update"] = updates
+    computed.tensors[step, "buffer"] = _pieces(chunks, of_buffers=True)
 
 
-def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any) -> None:
-    """Take the norm of gradients of equal size.
+def _even_norm(chunks: Sequence[Any], optimizer: Any) -> tuple[float, list[Piece]]:
+    """The norm of gradients of equal size, and these.
 
     In the norm of a step, a small parameter that is left out or counted twice would not be seen.
     """
@@ -351,14 +349,18 @@ def _count_parameters(computed: Computed, chunks: Sequence[Any], optimizer: Any)
         if gradient is not None:
             # Of equal numbers, a sum in float32 is wrong by more than rounding is allowed to be.
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(SEED))
-            gradient.copy_(noise / noise.norm())
+            gradient.copy_(noise * (optimizer.get_loss_scale() / noise.norm()))
     with _holding(gradients):
-        pieces = _pieces(chunks)
-    for piece in pieces:
-        size = float(piece.value.double().norm())
-        computed.even_squares[piece.place] = size**2
+        pieces = _unscaled(_pieces(chunks), optimizer)
     _, norm, _ = optimizer.step()
-    computed.even_norm = float(norm)
+    return float(norm), pieces
+
+
+def _unscaled(gradients: list[Piece], optimizer: Any) -> list[Piece]:
+    """The gradients without the scale of the loss, which the optimizer takes away in its step."""
+    for piece in gradients:
+        piece.value.div_(optimizer.get_loss_scale())
+    return gradients
 
 
 def _gradients(chunks: Iterable[Any]) -> dict[Any, torch.Tensor | None]:
@@ -385,12 +387,12 @@ def _seed(layout: Layout, state: Any) -> None:
     if layout.options.get(RANDOM_INIT):
         seed += 10 * state.get_data_parallel_rank()
     torch.manual_seed(seed)
-    ranks = {
-        "tp_rank": state.get_tensor_model_parallel_rank(),
-        "ep_rank": state.get_expert_model_parallel_rank(),
-        "etp_rank": state.get_expert_tensor_parallel_rank(),
-    }
-    model_parallel_cuda_manual_seed(seed, **taken(model_parallel_cuda_manual_seed, ranks))
+    model_parallel_cuda_manual_seed(
+        seed,
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        ep_rank=state.get_expert_model_parallel_rank(),
+        etp_rank=state.get_expert_tensor_parallel_rank(),
+    )
 
 
 def _set_weights(
@@ -408,16 +410,6 @@ def _set_weights(
                     parameter.add_(noise * 0.02)
                 elif jitter:
                     parameter.mul_(1 + jitter * noise)
-
-
-def _initial_values(chunks: Sequence[Any]) -> dict[Place, InitialValue]:
-    values = {}
-    for piece in _pieces(chunks):
-        digest = _digest(piece.value)
-        is_drawn = bool(piece.value.min() < piece.value.max())
-        square = float(piece.value.double().square().sum())
-        values[piece.place] = InitialValue(digest, is_drawn, square, piece.value.numel())
-    return values
 
 
 def whole_tensors(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
@@ -440,25 +432,16 @@ def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
     """The chunks of this rank's stage."""
     if not layout.vp:
         return [_build_chunk(task, layout, state, None)]
-    chunks = []
-    for stage in range(layout.vp):
-        # Older models ask parallel_state which chunk is built.
-        state.set_virtual_pipeline_model_parallel_rank(stage)
-        chunks.append(_build_chunk(task, layout, state, stage))
-    state.set_virtual_pipeline_model_parallel_rank(0)
-    return chunks
+    return [_build_chunk(task, layout, state, stage) for stage in range(layout.vp)]
 
 
 def _build_chunk(task: Task, layout: Layout, state: Any, stage: int | None) -> Any:
     from megatron.core.enums import ModelType
 
-    is_first = state.is_pipeline_first_stage
-    is_last = state.is_pipeline_last_stage
-    where = {"ignore_virtual": False, "vp_stage": stage}
     chunk = task.build(
         layout,
-        pre_process=is_first(**taken(is_first, where)),
-        post_process=is_last(**taken(is_last, where)),
+        pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
     )
     if not hasattr(chunk, "config"):
@@ -478,7 +461,12 @@ def _own_micro_batches(task: Task, layout: Layout, state: Any, backwards: bool) 
 
 
 def _forward_step(
-    task: Task, layout: Layout, config: Any, computed: Computed, state: Any
+    task: Task,
+    layout: Layout,
+    config: Any,
+    losses: list[Piece],
+    tokens: list[Piece],
+    state: Any,
 ) -> Callable[..., Any]:
     cp_rank = state.get_context_parallel_rank()
     cp_size = state.get_context_parallel_world_size()
@@ -492,15 +480,11 @@ def _forward_step(
         output, loss = forward(number, model)
 
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
-            total, tokens, *_ = loss(output)
-            result = MicroBatchLoss(
-                micro_batch=number,
-                cp_rank=cp_rank,
-                total=total.item(),
-                tokens=tokens.item(),
-            )
-            computed.losses.append(result)
-            return total, tokens.to(torch.int), {}
+            total, count, *_ = loss(output)
+            where = ((number, number + 1),)
+            losses.append(Piece("", where, total.detach().clone().view(1)))
+            tokens.append(Piece("", where, count.detach().clone().view(1)))
+            return total, count.to(torch.int), {}
 
         return output, recorded
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from compat.megatron.request import Request
@@ -23,15 +24,12 @@ _PAIRS_OF_DIMS = tuple(combinations(DIMS_TOLD_APART, 2))
 _SEVERITIES = (_ALONE, _JOINED, _NO_MIDDLE, _OTHER_SIZE) = range(4)
 
 
+_REFUSALS = (AssertionError, RuntimeError)  # as Megatron refuses sizes
+
+
 class _Difference(NamedTuple):
     severity: int
     text: str  # a sentence; of _OTHER_SIZE, the group that has two members instead of more
-
-
-class _Candidate(NamedTuple):
-    rank: tuple[int, ...]  # less is better
-    sizes: Mapping[str, int]
-    differences: Sequence[_Difference]
 
 
 def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
@@ -52,33 +50,35 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     has_experts = args.num_experts is not None
     try:
         members_in_job = _members(job, has_experts, order)
-    except (AssertionError, RuntimeError) as error:  # as Megatron refuses such sizes
+    except _REFUSALS as error:
         raise ValueError(str(error)) from error
-    best: _Candidate | None = None
+    candidates = []
     groups = getattr(args, "num_query_groups", None) or job["tp"]
     for sizes in _candidates(job, set(keep), has_experts, groups):
-        members = _members(sizes, has_experts, order)
+        try:
+            members = _members(sizes, has_experts, order)
+        except _REFUSALS:
+            continue
         differences = list(_differences(members_in_job, members, job, sizes))
         counts = Counter(difference.severity for difference in differences)
         # The fewest of the worst differences, then of equal sizes; the fewest ranks; the least ep.
         worst_first = [counts[severity] for severity in _SEVERITIES]
         equal = len(equal_sizes(job, sizes, _PAIRS_OF_DIMS))
-        rank = (*worst_first, equal, _ranks(sizes), sizes["ep"])
-        if best is None or rank < best.rank:
-            best = _Candidate(rank, sizes, differences)
-    if best is None:
+        distance = (*worst_first, equal, _ranks(sizes), sizes["ep"])
+        candidates.append((distance, sizes, differences))
+    if not candidates:
         raise ValueError(f"with {' '.join(keep)} kept, no layout has at most {MAX_RANKS} ranks.")
+    _, sizes, differences = min(candidates, key=itemgetter(0))
 
     cut = []
-    for name, size in best.sizes.items():
+    for name, size in sizes.items():
         if job[name] != size:
             cut.append(f"{name} {job[name]} -> {size}")
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
-        notes.extend(_consequences(best.differences))
-        notes.extend(equal_sizes_in_words(job, best.sizes, _PAIRS_OF_DIMS))
+        notes.extend(_consequences(differences))
 
-    small: dict[str, int | None] = dict(best.sizes)
+    small: dict[str, int | None] = dict(sizes)
     options = {}
     instances = small.pop(INSTANCES)
     if instances != 1:
@@ -99,18 +99,6 @@ def equal_sizes(
         if small[first] == small[second] > 1 and job[first] != job[second]:
             equal.append((first, second))
     return equal
-
-
-def equal_sizes_in_words(
-    job: Mapping[str, int], small: Mapping[str, int], pairs: Iterable[tuple[str, str]]
-) -> Iterator[str]:
-    """A sentence on what a small job with equal sizes cannot show, if it has any."""
-    equal = [f"{first} and {second}" for first, second in equal_sizes(job, small, pairs)]
-    if equal:
-        yield (
-            f"equal sizes, which differ in the job, so a fault that takes one for the other is "
-            f"not seen: {', '.join(equal)}"
-        )
 
 
 def job_sizes(args: Any) -> dict[str, int]:
@@ -140,7 +128,7 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 def _candidates(
     job: Mapping[str, int], keep: set[str], has_experts: bool, query_groups: int
 ) -> Iterator[dict[str, int]]:
-    """Every smaller layout that exists, on at most 16 ranks."""
+    """Smaller layouts on at most 16 ranks, of which Megatron may refuse some."""
     choices = {}
     for name, size in job.items():
         if name in keep:
@@ -151,7 +139,7 @@ def _candidates(
             choices[name] = [small for small in _SMALL_SIZES if small <= size]
     if query_groups < job["tp"] and "tp" not in keep:
         # Two ranks of the small layout, too, hold the keys and values of one group.
-        choices["tp"] = [size for size in choices["tp"] if size % 2 == 0] or choices["tp"]
+        choices["tp"] = [size for size in choices["tp"] if size % 2 == 0]
     for tp, cp, pp, dp in product(choices["tp"], choices["cp"], choices["pp"], choices["dp"]):
         dense = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "vp": 1}
         # Most combinations have too many ranks: their experts are not tried.
@@ -166,19 +154,7 @@ def _candidates(
         elif not has_experts:
             expert_tensor_sizes = [tp * cp]
         for ep, etp, instances in product(choices["ep"], expert_tensor_sizes, choices[INSTANCES]):
-            sizes = {**dense, "ep": ep, "etp": etp, INSTANCES: instances}
-            if _exists(sizes, has_experts):
-                yield sizes
-
-
-def _exists(sizes: Mapping[str, int], has_experts: bool) -> bool:
-    """Whether experts and optimizer instances divide the ranks of a stage evenly."""
-    data_size = sizes["cp"] * sizes["dp"]
-    expert_data_size, rest = divmod(sizes["tp"] * data_size, sizes["ep"] * sizes["etp"])
-    instances = sizes[INSTANCES]
-    if rest or data_size % instances:
-        return False
-    return not has_experts or expert_data_size % instances == 0
+            yield {**dense, "ep": ep, "etp": etp, INSTANCES: instances}
 
 
 def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[str, int]:

@@ -226,10 +226,10 @@ def test_a_fault_in_megatron_core_is_found_where_it_is(name):
     assert MUTANTS[name]["found"] in names, str(report)
 
 
-def test_a_constant_factor_has_its_reason_and_a_wrong_replica_its_rank():
+def test_a_constant_factor_is_told_and_a_wrong_replica_has_its_rank():
     for finding in _of_mutants()["gradients are scaled by cp"].findings:
-        assert (finding.quantity, finding.meaning) == ("gradient", "the size of cp")
-        assert round(finding.factor) == 2
+        assert finding.quantity == "gradient"
+        assert "is 2 times that of one rank" in str(finding)
     for finding in _of_mutants()["gradients of one replica alone are off by a hundredth"].findings:
         assert finding.quantity != "gradient" or finding.ranks == (3,)
 
@@ -306,7 +306,7 @@ def test_every_kind_of_collective_that_is_left_out_gives_the_ranks_own_input():
                 if work is not None:
                     assert output_of_call.isnan().all()
                     work.wait()
-                assert record.sites == {site}
+                assert [call.site for call in record.calls] == [site]
                 results[name, left_out] = output_of_call.tolist()
 
         empty = torch.zeros(4)
@@ -453,10 +453,11 @@ def test_a_stage_of_another_depth_is_kept_also_with_chunks(layout, ends, kept, l
     assert not options and sizes["num_layers"] == layers
 
 
-def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
+def _small_job_of_experts(topk=2, **more):
     args = {"num_experts": 8, "world_size": 8, "optimizer": "adam"}
     args |= {"pipeline_model_parallel_size": 4, "untie_embeddings_and_output_weights": True}
     args |= {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000}
+    args |= more
 
     def made_small():
         from megatron.core.transformer import TransformerConfig
@@ -466,6 +467,7 @@ def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
             hidden_size=64,
             num_attention_heads=8,
             num_moe_experts=8,
+            moe_router_topk=topk,
             add_bias_linear=False,
             moe_layer_freq=[0] * 3 + [1] * 8,
             pipeline_model_parallel_size=4,
@@ -473,11 +475,25 @@ def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
             num_layers_in_first_pipeline_stage=2,
         )
         job = small_job(SimpleNamespace(config=config, **args))
-        return job.layout, job.task.build.keywords["sizes"]["num_layers"]
+        return job.layout, job.task.build.keywords["sizes"]["num_layers"], job.changed
 
-    layout, layers = in_child(made_small)
+    return in_child(made_small)
+
+
+def test_layers_with_experts_are_as_many_as_the_layers_of_unequal_stages():
+    layout, layers, _ = _small_job_of_experts()
     assert layout.pp == 3 and layers == 5
     assert layout.options["moe_layer_freq"] == [0, 0, 0, 1, 1]
+
+
+def test_sizes_that_are_equal_in_the_small_job_alone_are_named():
+    # Four stages and four data-parallel ranks become three of each.
+    *_, changed = _small_job_of_experts(topk=3, world_size=16)
+    (equal,) = [text for text in changed if text.startswith("equal sizes")]
+    assert equal.endswith(": pp and top-k of the router, dp and top-k of the router")
+    *_, changed = _small_job_of_experts(world_size=64, num_distributed_optimizer_instances=4)
+    (equal,) = [text for text in changed if text.startswith("equal sizes")]
+    assert equal.endswith(": num_distributed_optimizer_instances and top-k of the router")
 
 
 STUB = """
@@ -487,7 +503,8 @@ from megatron.core.transformer import TransformerConfig
 
 def parse_args(extra_args_provider):
     parser = argparse.ArgumentParser()
-    for flag in ("--swiglu", "--apply-layernorm-1p", "--use-torch-fsdp2", "--save", "--fails"):
+    switches = "--swiglu --apply-layernorm-1p --use-torch-fsdp2 --save --fails"
+    for flag in [*switches.split(), "--use-distributed-optimizer"]:
         parser.add_argument(flag, action="store_true")
     for flag in ("--num-layers", "--tensor-model-parallel-size"):
         parser.add_argument(flag, type=int, default=1)
@@ -587,13 +604,16 @@ def test_the_groups_are_those_of_the_checkout_or_the_report_names_the_module(che
 @pytest.mark.parametrize("checkout", ["0.16.1"], indirect=True)
 def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout):
     line = "--tensor-model-parallel-size 2 --swiglu --num-layers=24 --apply-layernorm-1p --save"
+    line += " --use-distributed-optimizer"
     changed, report = verify_line("pretrain_gpt.py", line.split(), 2, checkout)
     assert report.agrees, str(report)
     assert changed[-3:] == [
         "verified: --tensor-model-parallel-size --swiglu",
         "replaced by a stand-in: --num-layers",
-        "not verified: --apply-layernorm-1p --save",
+        "not verified: --apply-layernorm-1p --save --use-distributed-optimizer",
     ]
+    # Nothing is distributed over one data-parallel rank.
+    assert "use_distributed_optimizer: no collective runs for it" in str(report)
     with pytest.raises(ValueError, match="--use-torch-fsdp2 is not verified: its code needs CUDA"):
         verify_line("", ["--use-torch-fsdp2"], 2, checkout)
 
@@ -645,8 +665,9 @@ def test_a_launch_line_is_read_by_megatrons_own_parser_and_its_fault_is_named():
     words = [*LINE.split(), "--hidden-dropout", "0", "--attention-dropout", "0"]
     changed, report = verify_line("my_train.py", words, 16, CHECKOUT, order="pp-ep-tp-dp-cp")
     assert changed[0] == "the model is a GPT, whatever my_train.py has"
-    assert "dims are smaller: dp 8 -> 2" in changed
-    assert "dropout" not in "".join(changed)  # of 0: nothing is left out
+    assert "dims are smaller: dp 8 -> 6" in changed
+    (left_out,) = [text for text in changed if text.startswith("left out")]
+    assert "dropout" not in left_out  # it is 0
     assert report.layout.order == "pp-ep-tp-dp-cp"
     (least,) = report.smallest
     assert least.needed["calculate_per_token_loss"] == "agrees"
