@@ -58,6 +58,7 @@ EVERY_FORM = """
         assert "Start a new process" in str(error)
     else:
         raise AssertionError("uninstalled under megatron's feet")
+    print("one object")
 """
 
 TOO_LATE = """
@@ -74,7 +75,7 @@ TOO_LATE = """
 
 
 def test_by_every_form_of_import_it_is_one_object(tmp_path):
-    python("-c", textwrap.dedent(EVERY_FORM), cwd=tmp_path)
+    assert python("-c", textwrap.dedent(EVERY_FORM), cwd=tmp_path).endswith("one object\n")
 
 
 def test_too_late_is_refused(tmp_path):
