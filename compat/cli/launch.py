@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compat.cli.line import ASSIGNMENT, Command
-from compat.cli.reader import OF_SCRIPT, Option, Reader, options_of
+from compat.cli.reader import OF_SCRIPT, RANKS_BESIDE, Option, Reader, options_of
 from compat.cli.world import LAUNCHERS, read_programs
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import SIZES, Job, JobError, of_settings, settings_of
@@ -104,6 +104,7 @@ def _in_container(words: Sequence[str]) -> list[str]:
     """The command in a container: ``apptainer exec --nv image.sif torchrun train.py``.
 
     It begins with the first word that names a known program or a script and is no flag's value.
+    Variables of launchers that the container is given are refused.
     """
     for place in range(2, len(words)):
         before = words[place - 1]
@@ -111,6 +112,8 @@ def _in_container(words: Sequence[str]) -> list[str]:
         may_be_value = before.startswith("-") and "=" not in before
         is_shell = word.rpartition("/")[2] in SHELLS
         is_command = is_shell or program_of(word) is not None or word.endswith(".py")
+        if re.search(r"\b(PET|HYPERGRID)_", word) is not None:
+            raise JobError(f"{before} {word} is not read. {RANKS_BESIDE}")
         if is_command and not may_be_value:
             return list(words[place:])
     return []
