@@ -102,9 +102,8 @@ class Audit:
         return dict(counts.most_common())
 
     def files(self) -> list[FileReads]:
-        """The table: a row for each file, the most reads first within its package."""
+        """The table: a row for each file, the most reads first."""
         row_of_file: dict[tuple[str, str], FileReads] = {}
-        reads_of_package: Counter[str] = Counter()
         for site in self.sites:
             key = (site.package, site.file)
             new_row = FileReads(site.package, site.file, site.module)
@@ -112,12 +111,7 @@ class Audit:
             row.reads += site.count
             row.sites += 1
             row.names[site.name] += site.count
-            reads_of_package[site.package] += site.count
-
-        def place(row: FileReads) -> tuple[int, str, int]:
-            return (-reads_of_package[row.package], row.package, -row.reads)
-
-        return sorted(row_of_file.values(), key=place)
+        return sorted(row_of_file.values(), key=lambda row: row.reads, reverse=True)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON."""
