@@ -185,7 +185,7 @@ def build_stage(
     # Megatron draws each weight whole on the CPU and keeps this rank's shard: ranks that hold parts
     # or copies of the same layers must draw the same.
     torch.manual_seed(100 * pp_rank + (stage or 0))
-    layers = on_cpu.local_layers(config, stage)
+    layers = on_cpu.local_layers(config, stage, pp_rank)
     model = GPTModel(
         config,
         layers,

@@ -112,23 +112,23 @@ def fill(
     request's participants.
     """
     values["_global_process_group_list"] = [None]  # the default group
-    if planned_rows.request.calls_helpers:
-        _call_helpers(planned_rows, values, pool)
-    else:
+    if not planned_rows.request.calls_helpers:
         for planned, options in zip(planned_rows.rows, pg_options, strict=True):
             with _sharp([planned], planned_rows, values):
                 _create(pool, planned_rows, planned, options, values)
+    else:  # outside code has replaced create_group or its like
+        _call_helpers(planned_rows, values, pool)
     _assign_aliases(planned_rows.request, values)
 
 
 def _check_window(planned_rows: PlannedRows, agreement: Agreement) -> None:
     """Refuse a window that is a part of the world, where members alone cannot create."""
     world = dist.get_world_size()
-    window = len(planned_rows.participants)
-    if window < world and agreement.way != "members":
+    creators = len(planned_rows.participants)
+    if creators < world and agreement.way != "members":
         raise RuntimeError(
-            f"a window of {window} of {world} ranks is only possible where the members of a group "
-            f"create it alone; here every rank must take part: "
+            f"a window of {creators} of {world} ranks is only possible where the members of a "
+            f"group create it alone; here every rank must take part: "
             f"{agreement.why or 'creation was set so'}. Change that, or use the whole world."
         )
 
@@ -142,18 +142,18 @@ def _create(
 ) -> None:
     """Create this rank's groups of one row: one, none, or several where their ranks are listed."""
     rank = dist.get_rank()
-    row = planned.plan_row
+    plan_row = planned.plan_row
     plan = planned_rows.plan
     # Such as {"TENSOR_MODEL_PARALLEL_GROUP": (2, 3)} on rank 3.
-    ranks_by_name = plan.mine(row, rank)
+    ranks_by_name = plan.mine(plan_row, rank)
     groups = pool.make(
-        row.label,
+        plan_row.label,
         ranks_by_name,
-        lambda: plan.all(row),  # where members alone cannot create: [(0, 1), (2, 3)]
-        dims=row.dims,
-        kind=row.kind,
-        backend=row.backend,
-        timeout=row.timeout,
+        lambda: plan.all(plan_row),  # where members alone cannot create: [(0, 1), (2, 3)]
+        dims=plan_row.dims,
+        kind=plan_row.kind,
+        backend=plan_row.backend,
+        timeout=plan_row.timeout,
         pg_options=pg_options,
     )
     for group, (name, ranks) in zip(groups, ranks_by_name.items(), strict=True):

@@ -9,7 +9,7 @@ from itertools import count, groupby
 from typing import Any
 
 from compat.megatron import communicators, helpers
-from compat.megatron.request import LEVELS, Request, by_members
+from compat.megatron.request import LEVELS, Request, members_only
 from compat.megatron.rows import (
     PlannedRow,
     PlannedRows,
@@ -58,15 +58,15 @@ class Calls:
     numbers: Iterator[int] = field(default_factory=count)
 
     @property
-    def by_members(self) -> bool:
+    def members_only(self) -> bool:
         """Whether only the members of a group make its call."""
-        return by_members(self.replaced)
+        return members_only(self.replaced)
 
     def create(
         self, label: str, members: Sequence[int], arguments: Callable[[], dict[str, Any]]
     ) -> Any:
         """Call ``create_group``, with ``arguments`` made for each call, as upstream does."""
-        if self.by_members and self.rank not in members:
+        if self.members_only and self.rank not in members:
             return None
         with self._named(label, members):
             return self._helper("create_group")(members, **arguments())
@@ -75,7 +75,7 @@ class Calls:
         return self.replaced.get(name) or getattr(helpers, name)  # type: ignore[no-any-return]
 
     def _named(self, label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        if self.by_members:  # the others do not count this call
+        if self.members_only:  # the others do not count this call
             return creation.named_from(label, ranks, self.epoch)
         return creation.named_from(f"{self.purpose}, {next(self.numbers)}", (), self.epoch)
 
@@ -111,7 +111,7 @@ class Calls:
         request = self.planned_rows.request
         # One of upstream's helpers creates all levels, or all sizes, from one list.
         several = [row for row in rows if row.levels or row.holds == "sizes"]
-        if self.by_members:
+        if self.members_only:
             several = []
         single = [row for row in rows if row not in several and not row.chunk]
         # All groups first, then their twins.

@@ -215,7 +215,7 @@ class Request:
                 f"{' and '.join(called)}, which must be called for every group. Do not set share, "
                 f"restore the functions, or declare a new_group with compat.members_only()."
             )
-        needs_every_rank = bool(creators) and not by_members(self.helpers)
+        needs_every_rank = bool(creators) and not members_only(self.helpers)
         if needs_every_rank and policy.creation not in ("auto", "everyone"):
             raise ValueError(
                 f"creation={policy.creation!r} is not possible here: this process has replaced "
@@ -561,12 +561,13 @@ def refuse_together(*checks: Callable[[], object]) -> None:
     for check in checks:
         try:
             check()
-        except (AssertionError, RuntimeError, TypeError, ValueError, OSError) as error:
+        except Exception as error:  # of any type, where a caller's function raises
             errors.append(error)
     texts = dict.fromkeys(map(str, errors))
     if len(texts) > 1:
-        kind = type(errors[0])
-        raise kind(" And: ".join(texts)) from errors[0]
+        for kind in (AssertionError, RuntimeError, TypeError, ValueError):
+            if isinstance(errors[0], kind):
+                raise kind(" And: ".join(texts)) from errors[0]
     if errors:
         raise errors[0]
 
@@ -655,7 +656,7 @@ def creates(helpers: Helpers) -> bool:
     return not helpers.keys().isdisjoint(CREATORS)
 
 
-def by_members(helpers: Helpers) -> bool:
+def members_only(helpers: Helpers) -> bool:
     """Whether all functions that create groups were declared to need members only."""
     creators = [helpers[name] for name in CREATORS if name in helpers]
     return bool(creators) and all(hasattr(creator, MEMBERS_ONLY) for creator in creators)

@@ -177,7 +177,7 @@ def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def local_layers(config: Any, vp_stage: int | None) -> Any:
+def local_layers(config: Any, vp_stage: int | None, pp_rank: int | None = None) -> Any:
     """The specification of this stage's layers, for megatron-core without Transformer Engine."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -188,6 +188,7 @@ def local_layers(config: Any, vp_stage: int | None) -> Any:
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
+        **taken(get_gpt_decoder_block_spec, {"pp_rank": pp_rank}),
     )
     block.layer_norm = _norm(config)
     # Equal layers have one specification in common.

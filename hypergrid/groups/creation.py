@@ -82,7 +82,7 @@ def by_members(
     if can_wait(backend):
         lazily = waits or would_split or alone
         return _new_group(label, ranks, epoch, options, lazily)
-    if not (alone and would_split):
+    if not (alone and would_split):  # the usual way
         return _new_group(label, ranks, epoch, options)
     with of_torch.unbound():
         group = _new_group(label, ranks, epoch, options)
@@ -252,7 +252,7 @@ def way_of(agreement: Agreement, backend: str | None, members: int) -> str:
     one_rank = members == 1
     if agreement.bound or agreement.creation == "split":
         return agreement.way_of(one_rank, is_split(backend))
-    return agreement.way_of(one_rank, splits=True)
+    return agreement.way_of(one_rank, splits=True)  # which decides nothing here
 
 
 def devices_of(backend: str | None) -> dict[str, str]:

@@ -124,7 +124,7 @@ class GroupPool:
                 epochs = [lender.agreement.epoch for lender in lenders]
                 proposal = {**proposal, "states to share with, by epoch": ", ".join(epochs)}
             self.agreement = prepare(
-                store, ranks, proposal, self.policy, abilities, timeout, init_count, call
+                store, ranks, proposal, self.policy, abilities, timeout, life=init_count, call=call
             )
             self._timeout = timeout
             self._ranks = ranks
@@ -244,7 +244,8 @@ class GroupPool:
             options["timeout"] = shorter
         try:
             with self.connecting():
-                for ranks, group, shares in self._created(label, ranks_of, everyone, kind, options):
+                groups = self._create_each(label, ranks_of, everyone, kind, options)
+                for ranks, group, shares in groups:
                     pooled = PooledGroup(label, tuple(ranks), group, dims, shares)
                     # Before any other call: a failure in it destroys what is in this list.
                     self.groups.append(pooled)
@@ -266,7 +267,7 @@ class GroupPool:
             raise
         return [pooled.group for pooled in self.groups[before.groups :]]
 
-    def _created(
+    def _create_each(
         self,
         label: str,
         ranks_of: Mapping[str, Ranks],
@@ -274,15 +275,16 @@ class GroupPool:
         kind: Kind | None,
         options: dict[str, Any],
     ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
-        """Yield this rank's groups of a label: ranks, group, and whose communicator it shares.
+        """Create this rank's groups of a label, each when the caller asks for the next one.
 
-        Those that share none are created, by whom the ranks have agreed on.
+        Yields its ranks, the group, and whose communicator it shares; one that shares none is
+        created by whom the ranks have agreed on.
         """
         agreement = self.agreement
         backend = options.get("backend")
-        way = way_alone = creation.way_of(agreement, backend, dist.get_world_size())
+        way = way_of_one_rank = creation.way_of(agreement, backend, dist.get_world_size())
         if way != "members":  # a rank may create a group of its own without the others
-            way_alone = creation.way_of(agreement, backend, 1)
+            way_of_one_rank = creation.way_of(agreement, backend, 1)
         waits = self.policy.connect == "lazy"
         of_this_rank: list[ProcessGroup] = []
         if way != "members":
@@ -290,7 +292,7 @@ class GroupPool:
             missing = []
             for ranks in everyone():
                 existing = self._existing(label, ranks, kind)
-                if existing is None and (len(ranks) > 1 or way_alone == way):
+                if existing is None and (len(ranks) > 1 or way_of_one_rank == way):
                     missing.append(ranks)
             of_this_rank = creation.by_world(way, label, missing, agreement.epoch, **options)
         for name, ranks in ranks_of.items():
@@ -301,7 +303,7 @@ class GroupPool:
                 if owner is not self:
                     shares = f"{owning_label} of an earlier {owner.owner}"
                 yield ranks, owner._shared(ranks, owning_label), shares
-            elif (way_alone if len(ranks) == 1 else way) == "members":
+            elif (way_of_one_rank if len(ranks) == 1 else way) == "members":
                 group = creation.by_members(name, ranks, agreement.epoch, waits, **options)
                 yield ranks, group, None
             else:

@@ -14,7 +14,8 @@ from hypergrid.hangs.waiting import pair_of
 
 # Calls that two ranks must have made alike to be compared in the next one, where the first is not
 # known; fewer if the recorder is small.
-_PAST = 16
+_PAST = 256
+_LEAST = 16
 _RECENT = 600  # last calls of a rank in which a departure is looked for
 _LONG = 4  # calls that must have come before in the same order to expect what followed then
 _CONTEXT = 8  # calls that must have come elsewhere in the same order to confirm the next
@@ -83,15 +84,18 @@ class History:
         self._precedents_of: dict[int, _Precedents] = {}
         # Ranks with equal tokens are one class: its first rank stands for all of them.
         classes: dict[bytes, list[int]] = defaultdict(list)
+        shortest = 3 * _PAST
         for rank, rank_recording in recording.ranks.items():
             calls = rank_recording.calls
+            if not rank_recording.whole:
+                shortest = min(shortest, len(calls))
             kinds = self._kind_of_title[calls.title]
             numbers = calls.seq & 0xFFFFFFFF
             # The kind in the upper half, the number of the call in the lower.
             tokens = kinds << 32 | numbers
             self._tokens[rank] = tokens
             classes[tokens.tobytes()].append(rank)
-        self._past = _PAST
+        self._past = max(_LEAST, shortest // 3)
         for ranks in classes.values():
             self._count(ranks)
 
@@ -143,9 +147,12 @@ class History:
                 departures[departure.at] = departure
             if not departures:
                 continue
+            # What a rank has queued behind the call that it is in holds nobody up.
+            pending = np.flatnonzero(~self.recording.ranks[rank].calls.done)
+            stop = int(pending[0]) if len(pending) else len(self._tokens[rank])
             yield max(
                 departures.values(),
-                key=lambda departure: departure.weight,
+                key=lambda departure: (departure.score, departure.at <= stop, departure.at),
             )
 
     def is_confirmed(self, rank: int) -> bool:
@@ -184,6 +191,17 @@ class History:
             if len(followers) > 1:
                 return True
         return False
+
+    def is_due(self, rank: int, call: Call) -> bool:
+        """Whether a rank usually makes such a call after its last one."""
+        if rank not in self._tokens:
+            return False
+        kinds = self._kinds(rank)
+        precedent = self._precedents(rank).get(len(kinds))
+        if precedent is None:
+            return False
+        place = self._place_of[call.title]
+        return bool(kinds[precedent.at] == self._kind_of_title[place])
 
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made this call after the same one, or as its first."""

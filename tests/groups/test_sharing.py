@@ -100,9 +100,9 @@ def test_the_docs_list_each_kind_of_traffic_and_count_as_the_plan_does():
         kind: {row.label.format("N") for row in ROWS if row.traffic == kind}
         for kind in (TWINS, *(row.traffic for row in ROWS))
     }
-    counted = re.findall(r"(?m)^\| (\d+) ranks: (.*?) \| (.*?) \| (.*?) \|$", page)
-    assert len(counted) == 2
-    for world, sizes, *figures in counted:
+    counted = re.findall(r"has: (.*?) and (.*?) on (\d+) ranks with (.*?)\.", page)
+    assert len(counted) == 1
+    for *figures, world, sizes in counted:
         sizes = dict(size.split() for size in sizes.split(", "))
         sizes = {name: int(size) for name, size in sizes.items()}
         spans = communicators(from_sizes(world_size=int(world), **sizes).plan()).values()

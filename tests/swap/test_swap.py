@@ -75,7 +75,7 @@ TOO_LATE = """
 
 
 def test_by_every_form_of_import_it_is_one_object(tmp_path):
-    assert python("-c", textwrap.dedent(EVERY_FORM), cwd=tmp_path).endswith("one object\n")
+    assert "one object" in python("-c", textwrap.dedent(EVERY_FORM), cwd=tmp_path)
 
 
 def test_too_late_is_refused(tmp_path):
