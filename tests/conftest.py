@@ -105,6 +105,12 @@ def fake_world():
 
 
 @pytest.fixture
+def loaded_dynamo():
+    """What DDP, FSDP and optimizers import, loaded once for all ranks that a test forks."""
+    import torch._dynamo  # noqa: F401
+
+
+@pytest.fixture
 def clean_state():
     """Destroy the current state afterwards, in this process."""
     yield

@@ -85,6 +85,7 @@ def test_a_flattened_dim_has_the_grids_group(rank):
     assert len(open_groups()) > len(before)
 
 
+@pytest.mark.usefixtures("loaded_dynamo")
 @on_ranks(8, timeout=60)
 def test_fsdp_shards_over_joined_dims_and_trains_as_one_rank(rank):
     from torch.distributed.fsdp import fully_shard

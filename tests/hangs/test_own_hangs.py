@@ -13,6 +13,7 @@ UNDECIDED = ("log_of_two_that_one_skips", "message_that_nobody_receives")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("loaded_dynamo")
 @pytest.mark.parametrize("name", own_hangs.PROGRAMS)
 def test_the_guilty_rank_is_named_first_and_nobody_else_with_certainty(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HYPERGRID_RECORD_P2P", "1")

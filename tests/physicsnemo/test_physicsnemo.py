@@ -110,6 +110,7 @@ def example(rank, world, spatial, channel, hosts):
     assert len(open_groups()) == 1
 
 
+@pytest.mark.usefixtures("loaded_dynamo")
 @pytest.mark.parametrize(
     ("world", "spatial", "channel", "hosts"), [(8, 2, 4, None), (8, 2, 2, [4, 4]), (4, 1, 2, 2)]
 )
