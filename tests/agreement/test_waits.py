@@ -71,8 +71,8 @@ def test_the_lowest_rank_that_waits_says_for_whom_and_no_other_says_anything(ran
     if rank == absent:
         time.sleep(2.8)
     texts = chain.from_iterable(warned(lambda: ps.initialize_model_parallel(2)))
-    # On a slow machine the groups take a while too.
-    (text,) = (text for text in texts if "are here" in text)
+    # On a slow machine the others are late too, and the groups take a while: the last one counts.
+    *_, text = (text for text in texts if "are here" in text)
     assert text.startswith(
         f"rank {speaker} has waited N s of 1800 s in initialize_model_parallel of ParallelState "
     )
