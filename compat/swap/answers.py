@@ -119,5 +119,5 @@ def _has(store: Any, keys: list[str], seconds: float = 0.0) -> bool:
                 return True
         if time.monotonic() >= deadline:
             break
-        time.sleep(0.05 + len(keys) / 20_000)
+        time.sleep(0.2)
     return False

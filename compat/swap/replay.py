@@ -213,9 +213,11 @@ class Record:
         # Torch sorts them: only outside code could tell another order.
         in_order = list(ranks) if self._is_replaced else sorted(ranks)
         compared = {**arguments, "ranks": in_order, "pg_options": options}
-        if not self._is_replaced and compared.get("timeout") is None:
+        if not self._is_replaced:  # else outside code is told that there is none
             backend = arguments.get("backend") or dist.get_backend()
-            compared["timeout"] = of_torch.default_timeout(backend)
+            compared["backend"] = backend
+            if compared.get("timeout") is None:
+                compared["timeout"] = of_torch.default_timeout(backend)
         return Call(f"{label} of ranks [{few(in_order)}]", compared)
 
     def _answer(self, planned: Call) -> Any:
