@@ -55,10 +55,13 @@ def command_of(line: str) -> Command:
         raise _not_decided(line, decided.end())
     words = shlex.split(line.replace("\\\n", ""))
     variables = {}
+    place = 0
     while words and (assignment := ASSIGNMENT.fullmatch(words[0])):
-        # A quoted name, 'A'=1, is a command of that name.
-        if re.search(rf"(?<!\S){assignment[1]}=", line) is None:
+        written = re.compile(rf"(?<!\S){assignment[1]}=").search(line, place)
+        # A quoted name, 'A'=1, is a command of that name, also before an A=2.
+        if written is None:
             break
+        place = written.end()
         variables[assignment[1]] = assignment[2]
         del words[0]
     return Command(words, variables)
