@@ -16,9 +16,13 @@ from hypergrid.messages import shown
 
 LONGEST = 1 << 17  # characters of a line
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
+_ASSIGNS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+# A word as it is written, of a line in which every quote is closed.
+_WRITTEN_WORD = re.compile(r"""(?:[^\\'" \t\n]|\\[\s\S]|'[^']*'|"(?:[^\\"]|\\[\s\S])*")+""")
 # Words that every POSIX shell and Python's shlex split alike, and leave as they are.
 _DECIDED = re.compile(
-    r"""( [^\\'"$`*?[~{;|&<>()#\n]  # also blanks
+    r"""( (?! (?<![^ \t\n]) [A-Za-z_]\w* \+= )  # A+=1 appends to what only the shell knows
+      [^\\'"$`*?[~{;|&<>()#\n]  # also blanks
     | \\[\s\S]  # any character, and the end of a line
     | '[^'\n]*'
     | "([^"\\$`\n] | \\[^$`])*"
@@ -48,23 +52,20 @@ def command_of(line: str) -> Command:
         raise JobError(f"the launch line is longer than {LONGEST:,} characters.")
     if "\r" in line:
         raise JobError("the launch line has carriage returns: give it lines that end as on Linux.")
-    line = line.strip()
+    line = line.strip(" \t\n")
     decided = _DECIDED.match(line)
     assert decided is not None  # it may be empty
     if decided.end() < len(line):
         raise _not_decided(line, decided.end())
-    words = shlex.split(line.replace("\\\n", ""))
-    variables = {}
-    place = 0
-    while words and (assignment := ASSIGNMENT.fullmatch(words[0])):
-        written = re.compile(rf"(?<!\S){assignment[1]}=").search(line, place)
-        # A quoted name, 'A'=1, is a command of that name, also before an A=2.
-        if written is None:
-            break
-        place = written.end()
-        variables[assignment[1]] = assignment[2]
-        del words[0]
-    return Command(words, variables)
+    joined = line.replace("\\\n", "")
+    words = shlex.split(joined)
+    # A quoted name, 'A'=1, is a command of that name: only the words as written tell.
+    written = _WRITTEN_WORD.findall(joined)
+    first = 0
+    while first < len(words) and _ASSIGNS.match(written[first]):
+        first += 1
+    variables = dict(word.split("=", 1) for word in words[:first])
+    return Command(words[first:], variables)
 
 
 def _not_decided(line: str, place: int) -> JobError:
