@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from compat.megatron.request import Request
 from hypergrid.agreement.store import get_all, shared_store
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few, one_line
+from hypergrid.topology import Topology
 
 _MOST_HOSTS = 8  # hosts that a message names
 
@@ -25,9 +25,6 @@ def tell_host(request: Request) -> None:
 
     For a report, and for the warning below.
     """
-    # The ranks of a pretended world have no hosts, and perhaps no store.
-    if request.pretended_world is not None:
-        return
     store = shared_store()
     is_read = request.decoder.dim_size("tp") > 1 or reports()
     if store is not None and is_read:
@@ -59,9 +56,7 @@ def warn_of_tp_across_hosts(request: Request) -> None:
     the store answers for all of them in one message.
     """
     layout = request.decoder
-    # Outside code may have decided the ranks, or pretend that they are there.
-    is_pretended = request.decides_ranks or request.pretended_world is not None
-    if layout.dim_size("tp") == 1 or is_pretended:
+    if layout.dim_size("tp") == 1 or request.decides_ranks:
         return
     store: Any = shared_store()
     if store is None or not store.has_extended_api():  # it would answer once for each rank
@@ -118,12 +113,8 @@ def tp_across_hosts(layout: RankLayout, order: str, hosts: Sequence[str]) -> str
 
 def _crossing(layout: RankLayout, hosts: Sequence[str]) -> list[list[int]]:
     """The groups of tp whose ranks are on several hosts."""
-    _, numbers = np.unique(hosts, return_inverse=True)
-    groups = layout.groups("tp")
-    hosts_of_groups = numbers[groups - layout.offset]
-    crosses = (hosts_of_groups != hosts_of_groups[:, :1]).any(axis=1)
-    crossing_groups: list[list[int]] = groups[crosses].tolist()
-    return crossing_groups
+    hosts_of_world = [*[""] * layout.offset, *hosts]  # by rank; those below the window are not used
+    return Topology(layout, hosts_of_world).crossing("tp")
 
 
 def _with_tp_first(layout: RankLayout) -> RankLayout:
