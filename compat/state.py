@@ -374,14 +374,14 @@ class ParallelState:
                 f"activations must nest. For two states at the same time, call their methods."
             )
 
-    def suspend(self, how: str = "native") -> dict[str, Suspended]:
+    def suspend(self) -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``; only between collectives.
 
-        Getters return the same groups, ranks and sizes meanwhile. A group that gloo or
-        ``how="keep"`` keeps works as before. One that its backend has suspended must not be used,
+        Getters return the same groups, ranks and sizes meanwhile. A group of gloo
+        works as before. One that its backend has suspended must not be used,
         wherever the caller has it from (a getter, a model, an optimizer): nothing refuses that.
 
-        *Collective*, arguments, result and errors as for ``GroupPool.suspend``.
+        *Collective*, result and errors as for ``GroupPool.suspend``.
 
         Raises
         ------
@@ -390,7 +390,7 @@ class ParallelState:
         """
         if self.planned is None or self._grid is None or self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
-        return self._grid.suspend(how, self.planned.participants)
+        return self._grid.suspend(self.planned.participants)
 
     def resume(self) -> None:
         """Let the groups work again, as ``GroupPool.resume``: the same objects.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -501,9 +500,7 @@ class Request:
                 lists = generator.get_ranks(token)
             else:
                 lists = generator.get_ranks(token.replace("gtp_remat-", ""))
-            plain_lists = [list(map(operator.index, ranks)) for ranks in lists]
-            _warn_of_descending(plain_lists, token)
-            self._rank_lists[grid, token] = plain_lists
+            self._rank_lists[grid, token] = [list(map(operator.index, ranks)) for ranks in lists]
         return self._rank_lists[grid, token]
 
     @cached_property
@@ -590,25 +587,6 @@ def inject_gtp_remat_axis(order_str: str, after: str = "tp") -> str:
             position = tokens.index(name) + 1
     tokens.insert(position, "gtp_remat")
     return "-".join(tokens)
-
-
-_has_warned_of_descending = False
-
-
-def _warn_of_descending(lists: list[list[int]], token: str) -> None:
-    """Warn once of a generator whose groups are not in torch's order of ranks."""
-    global _has_warned_of_descending
-    unsorted = [ranks for ranks in lists if ranks != sorted(ranks)]
-    if unsorted and not _has_warned_of_descending:
-        _has_warned_of_descending = True
-        warnings.warn(
-            f"a RankGenerator of outside code gives ranks that do not ascend, such as "
-            f"{shown(unsorted[0])} over {token}. Torch sorts the ranks of each group: a rank's "
-            f"place in the group is another one than in this list, which functions such as "
-            f"get_data_parallel_src_rank() read. Let the generator give ascending ranks.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def watch(namespace: Mapping[str, Any]) -> None:

@@ -461,20 +461,18 @@ class HyperCommGrid:
         self.pool = None
         self._pgs.clear()
 
-    def suspend(
-        self, how: str = "native", ranks: Sequence[int] | None = None
-    ) -> dict[str, Suspended]:
+    def suspend(self, ranks: Sequence[int] | None = None) -> dict[str, Suspended]:
         """Free the device memory of the groups that this grid created, until ``resume``.
 
         ``get_pg`` returns the same groups meanwhile. *Collective* over ``ranks``, by default
-        ``participants()``; arguments, result and errors as for ``GroupPool.suspend``. RuntimeError
+        ``participants()``; result and errors as for ``GroupPool.suspend``. RuntimeError
         if there are no groups.
         """
         if self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
         if ranks is None:
             ranks = self.participants()
-        return self.pool.suspend(ranks, how)
+        return self.pool.suspend(ranks)
 
     def resume(self) -> None:
         """Let suspended groups work again, as ``GroupPool.resume``."""

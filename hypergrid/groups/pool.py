@@ -23,7 +23,7 @@ from hypergrid.agreement.waits import at_label
 from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import closing, creation, gloo
 from hypergrid.groups.creation import Ranks
-from hypergrid.groups.suspension import HOW, Suspended, Suspension
+from hypergrid.groups.suspension import Suspended, Suspension
 from hypergrid.layout import span_of
 from hypergrid.messages import in_words, shortened, shown
 from hypergrid.policy import Abilities, Agreement, Kind, Owners, Policy, owner_of
@@ -413,7 +413,7 @@ class GroupPool:
         leaving = [pooled for pooled in self.groups if id(pooled.group) in identities]
         self._drop(leaving, abort)
 
-    def suspend(self, ranks: Sequence[int], how: str = "native") -> dict[str, Suspended]:
+    def suspend(self, ranks: Sequence[int]) -> dict[str, Suspended]:
         """Free the device memory of the groups until ``resume``: on all ranks, or on none.
 
         *Collective* over ``ranks``, at four round trips to the store per rank, and only between
@@ -427,33 +427,27 @@ class GroupPool:
         ----------
         ranks : sequence of int
             The ranks that created the groups together.
-        how : str
-            ``"native"``: each backend frees the memory of its groups, as NCCL does from 2.29.7 and
-            torch 2.12 on; gloo has no device memory, and its groups are kept. ``"keep"``: all
-            groups are kept, and nothing happens to them.
 
         Returns
         -------
         dict
-            What was done, by backend.
+            What was done, by backend: NCCL frees its memory from 2.29.7 and torch 2.12 on; gloo
+            has none, and its groups are kept.
 
         Raises
         ------
-        ValueError
-            Another ``how``.
         RuntimeError
             The groups are suspended already, or a backend of this rank cannot suspend.
         AgreementError
-            Another rank raised, has other groups or another ``how``, or did not call this.
+            Another rank raised, has other groups, or did not call this.
             After an error all groups are awake, on every rank.
         """
         call = f"suspend of {self.owner}"
         timeout = self._timeout
         with _reporting_failures(), creating(ranks, timeout) as store:
             with telling_others(lambda: ranks):
-                self._check_suspend(how)
+                self._check_suspend()
             proposal = {
-                "suspend": how,
                 "groups": ", ".join(self._labels),
                 "epoch": self.agreement.epoch,
             }
@@ -464,7 +458,7 @@ class GroupPool:
             try:
                 begin = time.monotonic()
                 with telling_others(lambda: ranks):
-                    suspension.start(self._label_of_sleepers(), how)
+                    suspension.start(self._label_of_sleepers())
                 seconds = time.monotonic() - begin
                 _log.info("%s: suspended in %.3f s: %s", call, seconds, suspension.report)
                 suspended = {**proposal, "suspended": True}
@@ -476,12 +470,7 @@ class GroupPool:
                 raise
         return suspension.report
 
-    def _check_suspend(self, how: str) -> None:
-        if how not in HOW:
-            raise ValueError(
-                f"invalid value for how: {shown(how)}; allowed: {', '.join(HOW)}. To free all that "
-                f"groups hold, destroy them, and initialise again when they are needed."
-            )
+    def _check_suspend(self) -> None:
         if self.suspended is not None:
             raise RuntimeError(
                 f"the groups of {self.owner} are suspended already: call resume() first."

@@ -14,7 +14,6 @@ from hypergrid import of_torch
 from hypergrid.groups.creation import devices_of
 from hypergrid.messages import in_words
 
-HOW = ("native", "keep")
 _WITHOUT_DEVICE_MEMORY = {"gloo", "fake"}
 _NO_COMMUNICATOR = "not initialized"  # NCCL's is created on first use, and torch says so before
 
@@ -26,7 +25,8 @@ class Suspended:
     Attributes
     ----------
     how : str
-        ``"native"``: the backend freed their device memory. ``"keep"``: nothing happened to them.
+        ``"native"``: the backend freed their device memory. ``"keep"``: they have none, and work
+        as before.
     communicators : int
         The number of these groups; a native one that was never used has no memory and does not
         count.
@@ -47,8 +47,8 @@ class Suspension:
         # Groups and their backends, in the order in which they were suspended.
         self._sleeping: list[tuple[ProcessGroup, Any]] = []
 
-    def start(self, label_of: Mapping[ProcessGroup, str], how: str) -> None:
-        """Suspend groups, given with their labels, if ``how`` is "native"; fill the report.
+    def start(self, label_of: Mapping[ProcessGroup, str]) -> None:
+        """Suspend groups, given with their labels; fill the report.
 
         RuntimeError at the first group that cannot be suspended: ``wake`` wakes the others.
         """
@@ -59,13 +59,10 @@ class Suspension:
         # The same order on all ranks, since NCCL's members wait for each other.
         for kind in sorted(groups_of_kind):
             groups = groups_of_kind[kind]
-            has_memory = any(_parts_with_memory(group) for group in groups)
-            if not has_memory:
-                self.report[kind] = Suspended("keep", len(groups), 0)
-            elif how == "keep":
-                self.report[kind] = Suspended("keep", len(groups))
-            else:
+            if any(_parts_with_memory(group) for group in groups):
                 self.report[kind] = self._suspend(groups, kind, label_of)
+            else:
+                self.report[kind] = Suspended("keep", len(groups), 0)
 
     def _suspend(
         self, groups: Sequence[ProcessGroup], kind: str, label_of: Mapping[ProcessGroup, str]

@@ -170,7 +170,7 @@ def test_a_shared_group_sleeps_with_the_last_state_and_wakes_with_the_first(rank
 @on_ranks(4)
 def test_a_state_whose_groups_sleep_lends_none(rank):
     (first,) = equal_states(1)
-    first.suspend("keep")
+    first.suspend()
     (second,) = equal_states(1)
     assert not communicators(second) & communicators(first)
 

@@ -2,7 +2,6 @@
 
 import time
 from datetime import timedelta
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -27,8 +26,8 @@ def test_groups_of_gloo_are_kept_open_and_are_the_same_objects(rank):
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     tp = grid.create_pg("tp")
     dp = grid.create_pg("dp")
-    for how in ("native", "keep"):
-        assert grid.suspend(how) == KEPT
+    for _ in range(2):
+        assert grid.suspend() == KEPT
         assert grid.get_pg("tp") is tp and total(tp) == 2
         assert "suspended already" in refusal_of(grid.suspend)
         assert "suspended. Call resume()" in refusal_of(lambda: grid.create_pg("tp-dp"))
@@ -41,20 +40,6 @@ def test_groups_of_gloo_are_kept_open_and_are_the_same_objects(rank):
     assert "no groups to suspend" in refusal_of(grid.suspend)
     assert "no suspended groups" in refusal_of(grid.resume)
     assert grid.create_pg("tp").size() == 2
-
-
-@on_ranks(4)
-def test_another_way_is_refused_on_all_ranks_with_what_to_do_instead(rank):
-    grid = HyperCommGrid([2, 2], ["tp", "dp"])
-    grid.create_pg("tp")
-    if rank == 2:
-        text = refusal_of(lambda: grid.suspend("close"), ValueError)
-    else:  # who does not wait for that rank
-        text = refusal_of(grid.suspend, AgreementError)
-        assert "rank 2 refused" in text
-    assert "invalid value for how: 'close'; allowed: native, keep." in text
-    assert "destroy them, and initialise again" in text
-    assert grid.suspend("keep") == {"gloo": Suspended("keep", 1, 0)}
 
 
 @on_ranks(4)
@@ -87,14 +72,12 @@ def test_ranks_that_ask_for_different_things_say_so_before_a_group_is_suspended(
     for dims in ("tp", "tp", "dp"):
         grids.append(HyperCommGrid([2, 2], ["tp", "dp"], backend="native"))
         grids[-1].create_pg(dims)
-    for number_on_rank_3, how_on_rank_3, says in (
-        (0, "keep", "suspend is 'keep' on rank 3 and 'native' on rank 0"),
-        (1, "native", "epoch is '0..3/1' on rank 3"),  # an equal label, and another group
-        (2, "native", "groups is 'dp' on rank 3 and 'tp' on rank 0"),
+    for number_on_rank_3, says in (
+        (1, "epoch is '0..3/1' on rank 3"),  # an equal label, and another group
+        (2, "groups is 'dp' on rank 3 and 'tp' on rank 0"),
     ):
         grid = grids[number_on_rank_3 if rank == 3 else 0]
-        how = how_on_rank_3 if rank == 3 else "native"
-        assert says in refusal_of(partial(grid.suspend, how), AgreementError)
+        assert says in refusal_of(grid.suspend, AgreementError)
         assert calls == [] and grid.pool.suspended is None
 
 
@@ -145,8 +128,6 @@ def test_a_backend_without_suspension_is_an_error_on_all_and_the_groups_work_on(
     text = refusal_of(grid.suspend)
     assert "could not suspend tp" in text and "destroy them, and initialise again" in text
     assert grid.get_pg("tp") is tp and total(tp) == 2
-    assert grid.suspend("keep") == {"plain": Suspended("keep", 1)}
-    assert total(tp) == 2
 
 
 @on_ranks(4, backend="")

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import warnings
 from contextlib import ExitStack
 from datetime import timedelta
 from unittest import mock
@@ -75,22 +74,3 @@ def test_a_world_that_is_only_told_is_refused_with_the_way_to_plan_it(fake_world
         with pytest.raises(RuntimeError, match=r"8 ranks.*`hypergrid plan --world-size 8`"):
             ps.initialize_model_parallel(2)
     assert not ps.model_parallel_is_initialized()
-
-
-@on_ranks(4)
-def test_a_generator_whose_groups_descend_is_warned_of_once(rank):
-    class Descending(ps.RankGenerator):
-        def get_ranks(self, token):
-            return [ranks[::-1] for ranks in super().get_ranks(token)]
-
-    with (
-        mock.patch.object(ps, "RankGenerator", Descending),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        for _ in range(2):
-            ps.initialize_model_parallel(tensor_model_parallel_size=2)
-            ps.destroy_model_parallel()
-    told = [str(each.message) for each in caught if "do not ascend" in str(each.message)]
-    assert len(told) == 1
-    assert "such as [2, 0] over dp" in told[0]
