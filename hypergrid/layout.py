@@ -221,7 +221,8 @@ class RankLayout:
         steps = whole(by, "steps")
         # Of four, two steps from coordinate 3 lead to coordinate 1.
         shifted = (coordinate + steps) % self.size_of(dim)
-        return rank + (shifted - coordinate) * stride
+        distance = (shifted - coordinate) * stride
+        return rank + distance
 
     def group(self, rank: int, dims: Dims) -> list[int]:
         """The group of ``rank`` over ``dims``, ascending. Costs O(size of the group)."""
@@ -277,9 +278,10 @@ class RankLayout:
             raise LayoutError(
                 f"{dim}={size} cannot be split into {dict(parts)}: their product is {product}."
             )
+        # The parts take the place of the dim: (cp, dp) becomes (near, far, dp).
         dims = list(self.dims)
-        sizes = list(self.sizes)
         dims[axis : axis + 1] = parts.keys()
+        sizes = list(self.sizes)
         sizes[axis : axis + 1] = parts.values()
         return replace(self, dims=tuple(dims), sizes=tuple(sizes))
 

@@ -190,7 +190,8 @@ class GroupPlan:
         """Yield ``groups_of`` with the label whose communicator is used; None for its own."""
         owners: Owners = {}
         for row, ranks in self.groups_of(rank):
-            yield row, ranks, owner_of(owners, row.label, ranks, row.kind, policy)
+            owner = owner_of(owners, row.label, ranks, row.kind, policy)
+            yield row, ranks, owner
 
     def groups_of(self, rank: int) -> Iterator[tuple[GroupRow, Ranks]]:
         """Each (row, ranks) that ``rank`` belongs to, in the order of creation."""

@@ -88,19 +88,22 @@ def _numbered(hosts: Hosts, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
         return tuple(names), np.arange(ranks) // hosts
     sizes: dict[str, Any] = {}  # by host
     if isinstance(hosts, Mapping):
-        sizes = {str(name): size for name, size in hosts.items()}
+        for name, size in hosts.items():
+            sizes[str(name)] = size
     # A text is a sequence of texts, too.
     elif isinstance(hosts, Sequence) and not isinstance(hosts, str):
         if hosts and all(isinstance(name, str) for name in hosts):
             return _numbered_names(hosts)
-        for number, size in enumerate(hosts):
-            sizes[f"host{number}"] = size
+        for number, ranks_of_host in enumerate(hosts):
+            sizes[f"host{number}"] = ranks_of_host
     if not sizes or not all(map(_is_count, sizes.values())):
         raise LayoutError(
             f"invalid hosts={shown(hosts)}; allowed: ranks per host (8), the ranks of each host "
             f"([8, 4]), the same by name ({{'a': 8, 'b': 4}}), or each rank's host (['a', 'a'])."
         )
-    return tuple(sizes), np.repeat(np.arange(len(sizes)), list(sizes.values()))
+    # The sizes 2 and 3 make the numbers 0, 0, 1, 1, 1.
+    host_numbers = np.arange(len(sizes))
+    return tuple(sizes), np.repeat(host_numbers, list(sizes.values()))
 
 
 def _numbered_names(host_of_rank: Sequence[Any]) -> tuple[tuple[str, ...], np.ndarray]:

@@ -59,11 +59,13 @@ def _established(rows: Iterable[str], family: int, served_port: int) -> set[str]
     for row in rows:
         # 3: 0100007F:7D1A 0100007F:A112 01 ... is 127.0.0.1:32026 with 127.0.0.1:41234.
         _, local, remote, state, *_ = row.split(maxsplit=4)
-        if state != _ESTABLISHED or int(local.rpartition(":")[2], 16) != served_port:
+        local_port = local.rpartition(":")[2]
+        if state != _ESTABLISHED or int(local_port, 16) != served_port:
             continue
         address, _, port = remote.partition(":")
         # Words of four bytes, each written as a number of this machine.
         words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
         packed = struct.pack(f"={len(words)}I", *words)
-        ends.add(f"{plain(socket.inet_ntop(family, packed))}:{int(port, 16)}")
+        host = socket.inet_ntop(family, packed)
+        ends.add(f"{plain(host)}:{int(port, 16)}")
     return ends

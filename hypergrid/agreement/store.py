@@ -240,11 +240,12 @@ def stay_until(others_read: Callable[[], bool], store: Store, seconds: float) ->
 
     A rank that has failed usually ends, and its store with it.
     """
-    if _serves(store):
-        end = time.monotonic() + seconds
-        with suppress(RuntimeError):
-            while not others_read() and time.monotonic() < end:
-                time.sleep(0.01)
+    if not _serves(store):
+        return
+    end = time.monotonic() + seconds
+    with suppress(RuntimeError):  # the store is lost
+        while not others_read() and time.monotonic() < end:
+            time.sleep(0.01)
 
 
 @contextmanager
@@ -342,7 +343,10 @@ def innermost(store: Any) -> Any:
 def _addresses(host: str) -> set[str]:
     name = host.encode() if host.isascii() else host  # text would load the codec of foreign names
     with suppress(OSError):  # no such name any more
-        return {plain(str(info[4][0])) for info in socket.getaddrinfo(name, None)}
+        addresses = set()
+        for *_, address in socket.getaddrinfo(name, None):
+            addresses.add(plain(str(address[0])))
+        return addresses
     return set()
 
 

@@ -174,4 +174,5 @@ def _watched(
 ) -> AbstractContextManager[None]:
     if watch is None or name is None or group.size() == 1:
         return nullcontext()
-    return watch.closing(name, label, sorted(dist.get_process_group_ranks(group)))
+    ranks = sorted(dist.get_process_group_ranks(group))
+    return watch.closing(name, label, ranks)

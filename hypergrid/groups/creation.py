@@ -50,8 +50,14 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
 
 def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup]:
     """The groups of these labels and ranks that torch knows. *Local*."""
-    names = {str(group_name(label, ranks, epoch)) for label, ranks in ranks_of.items()}
-    return [group for group, name in of_torch.registered_groups().items() if name in names]
+    names = set()
+    for label, ranks in ranks_of.items():
+        names.add(str(group_name(label, ranks, epoch)))
+    groups = []
+    for group, name in of_torch.registered_groups().items():
+        if name in names:
+            groups.append(group)
+    return groups
 
 
 @contextmanager
@@ -250,9 +256,11 @@ def way_of(agreement: Agreement, backend: str | None, members: int) -> str:
     take part, wherever torch allows it.
     """
     one_rank = members == 1
+    splits = True
+    # Elsewhere that decides nothing, and to ask torch costs more than all the rest.
     if agreement.bound or agreement.creation == "split":
-        return agreement.way_of(one_rank, is_split(backend))
-    return agreement.way_of(one_rank, splits=True)  # which decides nothing here
+        splits = is_split(backend)
+    return agreement.way_of(one_rank, splits)
 
 
 def devices_of(backend: str | None) -> dict[str, str]:
@@ -295,9 +303,14 @@ def is_split(backend: str | None) -> bool:
     of them only.
     """
     default_devices = devices_of(None)
-    splitting = [device for device in default_devices if _splits(device)]
-    device = [*splitting, *default_devices][0]
-    return devices_of(backend).get(device) == default_devices[device]
+    # The device from which torch splits, as "cuda" of "cpu:gloo,cuda:nccl"; else the first one,
+    # which is the same on a rank whose default group is not bound.
+    splitting_device = next(iter(default_devices))
+    for device in default_devices:
+        if _splits(device):
+            splitting_device = device
+            break
+    return devices_of(backend).get(splitting_device) == default_devices[splitting_device]
 
 
 def bound_to(backend: str | None = None) -> str | None:
@@ -306,7 +319,10 @@ def bound_to(backend: str | None = None) -> str | None:
     None if it does not: the default group is not bound to a device, or to that of another backend.
     """
     device = of_torch.bound_device(of_torch.default_group())
-    if device is None or not _splits(device.type) or not is_split(backend):
+    if device is None:
+        return None
+    # Bound to that of a backend that torch splits, and the group has another one: it is not split.
+    if not _splits(device.type) or not is_split(backend):
         return None
     return device.type
 

@@ -215,11 +215,13 @@ class HyperCommGrid:
         """The key of the groups over ``dims``, and the layout and dims that enumerate them."""
         layout = self._layout(view)
         names = ordered(layout, dims)
-        if view is not None and view != BASE:
-            if not set(names) <= set(self._shared[view]):
-                return (view, tuple(names)), layout, names
-            # All are shared: these groups are those of the base, in its order.
-            names = ordered(self.layout, names)
+        if view is None or view == BASE:
+            return "-".join(names), self.layout, names
+        shared_dims = set(self._shared[view])
+        if not shared_dims.issuperset(names):
+            return (view, tuple(names)), layout, names
+        # All are shared: these groups are those of the base, in its order.
+        names = ordered(self.layout, names)
         return "-".join(names), self.layout, names
 
     def create_pg(
@@ -419,12 +421,16 @@ class HyperCommGrid:
             key, _, _ = self._find(names, view)
             return self._pgs.get(key)
 
+        asked_for = flattened or {}
         mesh_dims = meshes.joined_dims(layout, dims)
         groups = [self.get_pg(joined, view=view) for joined in mesh_dims.values()]
         mesh = meshes.over(layout, mesh_dims, groups, device_type)
-        for name, parts in meshes.flattened_dims(mesh_dims, group_over, flattened or {}).items():
-            group = self.get_pg(meshes.join(mesh_dims, parts), view=view)
-            meshes.flatten(mesh, name, parts, group, must=name in (flattened or {}))
+        # Torch would create a group for each of them, when a caller flattens it.
+        parts_of_name = meshes.flattened_dims(mesh_dims, group_over, asked_for)
+        for name, parts in parts_of_name.items():
+            joined = meshes.join(mesh_dims, parts)
+            group = self.get_pg(joined, view=view)
+            meshes.flatten(mesh, name, parts, group, must=name in asked_for)
         return mesh
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,8 +84,12 @@ def joined_dims(layout: RankLayout, dims: Dims | None) -> dict[str, list[str]]:
     names = [*dims]
     joined_by_name = {name: ordered(layout, name) for name in names}
     layout.axes(join(joined_by_name, names))  # refuses a dim that is there twice
-    by_speed = sorted(joined_by_name, key=lambda name: -max(layout.axes(joined_by_name[name])))
-    return {name: joined_by_name[name] for name in by_speed}
+
+    def slowest_axis(name: str) -> int:
+        return max(layout.axes(joined_by_name[name]))
+
+    slowest_first = sorted(joined_by_name, key=slowest_axis, reverse=True)
+    return {name: joined_by_name[name] for name in slowest_first}
 
 
 def join(mesh_dims: MeshDims, names: Iterable[str]) -> list[str]:
@@ -95,8 +99,11 @@ def join(mesh_dims: MeshDims, names: Iterable[str]) -> list[str]:
 
 def _named(mesh_dims: MeshDims, dims: Dims) -> list[str]:
     """The dims of a mesh that ``dims`` names, in the order of the mesh. ValueError on others."""
-    if isinstance(dims, str):
-        dims = [dims] if dims in mesh_dims else dims.split("-")
+    # The name of a dim of the mesh may have a hyphen: "shard-cp".
+    if isinstance(dims, str) and dims in mesh_dims:
+        dims = [dims]
+    elif isinstance(dims, str):
+        dims = dims.split("-")
     names = set(dims)
     if not names <= set(mesh_dims) or len(names) < 2:
         raise ValueError(
@@ -108,13 +115,14 @@ def _named(mesh_dims: MeshDims, dims: Dims) -> list[str]:
 
 def ranks_of(layout: RankLayout, rank: int, mesh_dims: Sequence[Sequence[str]]) -> torch.Tensor:
     """The ranks of the mesh of ``rank``, one axis for each of ``mesh_dims``."""
-    dims = [dim for joined in mesh_dims for dim in joined]
+    dims = list(chain.from_iterable(mesh_dims))
     slowest_first = ordered(layout, dims)
-    ranks = torch.tensor(layout.group(rank, dims), device="cpu")
-    ranks = ranks.reshape([layout.size_of(dim) for dim in slowest_first])
+    sizes = [layout.size_of(dim) for dim in slowest_first]
+    ranks = torch.tensor(layout.group(rank, dims), device="cpu").reshape(sizes)
     # Of dims (a, b, c), the slowest first, the mesh dims a-c and b are the axes (0, 2) and (1,).
-    ranks = ranks.permute([slowest_first.index(dim) for dim in dims])
-    return ranks.reshape([layout.dim_size(joined) for joined in mesh_dims])
+    axes = [slowest_first.index(dim) for dim in dims]
+    mesh_shape = [layout.dim_size(joined) for joined in mesh_dims]
+    return ranks.permute(axes).reshape(mesh_shape)
 
 
 def _device_type(group: ProcessGroup | None) -> str:

@@ -155,10 +155,13 @@ class GroupPool:
             return []
         registered = of_torch.registered_groups()
         lenders = []
-        for pool in live_pools():
-            is_whole = all(pooled.group in registered for pooled in pool.groups)
-            is_alike = pool.policy == self.policy and pool._ranks == ranks
-            if pool.lends and pool is not self and is_whole and is_alike and not pool.suspended:
+        for pool in self._others():
+            if not pool.lends or pool.suspended:
+                continue
+            if pool.policy != self.policy or pool._ranks != ranks:
+                continue
+            # Outside code may have destroyed some of its groups, on this rank or on another.
+            if all(pooled.group in registered for pooled in pool.groups):
                 lenders.append(pool)
         return sorted(lenders, key=lambda pool: pool.agreement.epoch)
 
@@ -409,8 +412,12 @@ class GroupPool:
     def close(self, groups: Iterable[ProcessGroup | None], *, abort: bool = False) -> None:
         """Destroy those of ``groups`` that are this pool's, as ``destroy`` does."""
         self.lends = False  # not all that it created is there any more
+        # By identity: outside code may have wrapped a group in an object with an __eq__ of its own.
         identities = {id(group) for group in groups}
-        leaving = [pooled for pooled in self.groups if id(pooled.group) in identities]
+        leaving = []
+        for pooled in self.groups:
+            if id(pooled.group) in identities:
+                leaving.append(pooled)
         self._drop(leaving, abort)
 
     def suspend(self, ranks: Sequence[int]) -> dict[str, Suspended]:
@@ -496,12 +503,15 @@ class GroupPool:
     def _label_of_sleepers(self) -> dict[ProcessGroup, str]:
         """Torch's groups of this pool, with their labels, but those that an awake pool uses."""
         registered = of_torch.registered_groups()
-        awake = [pool for pool in self._others() if pool.suspended is None]
+        awake_pools = [pool for pool in self._others() if pool.suspended is None]
         labels: dict[ProcessGroup, str] = {}
         for pooled in self.groups:
-            is_used = any(pool._uses(pooled.group) for pool in awake)
-            if pooled.shares != DEFAULT and pooled.group in registered and not is_used:
-                labels.setdefault(pooled.group, pooled.label)
+            if pooled.shares == DEFAULT or pooled.group not in registered:
+                continue
+            if any(pool._uses(pooled.group) for pool in awake_pools):
+                continue
+            # The first label of a communicator that several labels share.
+            labels.setdefault(pooled.group, pooled.label)
         return labels
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
