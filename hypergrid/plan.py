@@ -19,7 +19,6 @@ from hypergrid.messages import shown
 from hypergrid.policy import Kind, Owners, Policy, owner_of
 
 SCHEMA = 1
-ASSEMBLED = 2  # the schema of assemblies, which are refused by name
 
 Ranks = tuple[int, ...]
 Plain: TypeAlias = str | int | float | bool | None
@@ -225,12 +224,6 @@ class GroupPlan:
         Needs msgspec, of the extra ``cli``.
         """
         saved = decoded(text, _Saved, "the plan")
-        if saved.schema == ASSEMBLED:
-            raise ValueError(
-                f"a plan of schema {ASSEMBLED} is an assembly: several grids, or grids over listed "
-                f"ranks, in one file. Assemblies are no longer supported: save one plan for each "
-                f"grid, and give the plan of one grid."
-            )
         if saved.schema != SCHEMA:
             raise ValueError(
                 f"a plan of schema {saved.schema} cannot be read: this release of hypergrid reads "

@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 
 from hypergrid import GroupPlan, GroupRow, RankLayout
-from tests.support import ROOT
 
 LAYOUT = RankLayout(("tp", "dp", "pp"), (2, 3, 2), 4)
 ROWS = (
@@ -18,7 +17,6 @@ ROWS = (
     GroupRow("CHOSEN", "decoder", ("pp",), explicit=((4, 9), (9, 5), (4, 9))),
 )
 PLAN = GroupPlan({"decoder": LAYOUT}, ROWS)
-ASSEMBLY = ROOT / "tests/hypergrid/assembly.json"  # as the last release with assemblies wrote it
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
@@ -49,12 +47,6 @@ def test_a_plan_survives_json():
         GroupPlan.from_json(PLAN.to_json().replace("60.0", "1e300"))
     with pytest.raises(ValueError, match="schema 99 cannot be read"):
         GroupPlan.from_json(json.dumps({"schema": 99}))
-
-
-def test_a_saved_assembly_is_refused_by_name_with_what_to_do():
-    says = "schema 2 is an assembly.* no longer supported: save one plan for each grid"
-    with pytest.raises(ValueError, match=says):
-        GroupPlan.from_json(ASSEMBLY.read_text())
 
 
 @pytest.mark.parametrize(
