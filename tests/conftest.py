@@ -28,10 +28,13 @@ WAITING = (
     *("groups/test_abort.py", "groups/test_gloo.py"),
     *(f"hangs/test_{each}.py" for each in ("hangs", "own_hangs", "record")),
     *(f"megatron/test_{each}.py" for each in ("faults", "hanging_gpt", "timeouts", "torchrun")),
-    "resiliency/test_resiliency.py",
+    *("resiliency/test_resiliency.py", "scripts/test_gpu_check.py"),
 )
 # Files of minutes.
-LONGEST = ("swap/test_shadow.py", "verification/test_verify.py", "megatron/test_training.py")
+LONGEST = (
+    *("swap/test_shadow.py", "verification/test_verify.py", "megatron/test_training.py"),
+    "hangs/test_laws.py",
+)
 
 
 def release_of(item):
