@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -11,8 +11,6 @@ from torch.distributed import ProcessGroup
 from hypergrid.groups.creation import NOT_A_MEMBER
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.plan import Ranks
-
-Row: TypeAlias = tuple[tuple[str, ...], list[Ranks]]  # dims, and the members of every group
 
 
 class UniqueGroups:
@@ -32,30 +30,30 @@ class UniqueGroups:
         return [ranks for ranks in lists if (backend, ranks) not in self._groups]
 
     def create(
-        self, rows: Mapping[str, Row], backend: str | None, proposal: Mapping[str, Any]
+        self, lists_of: Mapping[str, list[Ranks]], backend: str | None, proposal: Mapping[str, Any]
     ) -> None:
-        """Create what is missing of the rows, by label; all or none. *Collective* over the grid.
+        """Create what is missing of the lists, by label; all or none. *Collective* over the grid.
 
         The ranks compare ``proposal`` first, and how many groups are missing.
         """
         rank = dist.get_rank()
-        groups = dict(self._groups)
-        count = 0
-        for _, lists in rows.values():
-            count += len(self.missing(lists, backend))
+        count = sum(len(self.missing(lists, backend)) for lists in lists_of.values())
         proposal = {**proposal, "groups that are missing": count}
+        groups = dict(self._groups)
         with self.grid.two_phase_commit(proposal, self._owner) as pool:
-            for label, (dims, lists) in rows.items():
+            for label, lists in lists_of.items():
+                # A label before may have created some of these.
                 missing = [ranks for ranks in lists if (backend, ranks) not in groups]
                 if not missing:
                     continue
                 own_ranks = {}
                 for ranks in missing:
+                    groups[backend, ranks] = NOT_A_MEMBER
                     if rank in ranks:
                         own_ranks[label] = ranks
-                created = pool.make(label, own_ranks, missing.copy, dims=dims, backend=backend)
-                for ranks in missing:
-                    groups[backend, ranks] = created[0] if rank in ranks else NOT_A_MEMBER
+                # One group or none: those of a label have no rank in common.
+                for group in pool.make(label, own_ranks, missing.copy, backend=backend):
+                    groups[backend, own_ranks[label]] = group
         self._groups = groups
 
     def own(self, lists: Iterable[Ranks], backend: str | None) -> ProcessGroup:
@@ -66,12 +64,12 @@ class UniqueGroups:
                 return self._groups[backend, ranks]
         return NOT_A_MEMBER  # type: ignore[no-any-return]
 
-    def ranks_of(self, group: ProcessGroup) -> list[int] | None:
-        """The members of one of these groups of this rank; None of another."""
+    def ranks_of(self, group: ProcessGroup) -> list[int]:
+        """The members of one of these groups of this rank. KeyError for another."""
         for (_, ranks), known_group in self._groups.items():
             if known_group is group and group is not NOT_A_MEMBER:
                 return list(ranks)
-        return None
+        raise KeyError(group)
 
     def destroy(self) -> None:
         """Destroy every group. *Local*; they can be created again."""
