@@ -1,31 +1,14 @@
-"""Two plans, or a plan and a job's live groups: which ranks move, which groups change members."""
+"""Two plans: which ranks move, which groups change members, which weights are cut anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
-from hypergrid.layout import RankLayout, span_of
-from hypergrid.messages import few, one_line
+from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
-
-
-class LiveGroup(TypedDict):
-    """A group of a dump: without a label it is outside code's, or the default one."""
-
-    label: str | None
-    ranks: list[int]
-
-
-class Dump(TypedDict):
-    """The compared fields of ``hypergrid.dump``; without process groups there is no rank."""
-
-    pid: int
-    rank: int | None
-    groups: list[LiveGroup]
 
 
 @dataclass(frozen=True)
@@ -137,44 +120,6 @@ def _regrouped(before: GroupPlan, after: GroupPlan, common: range) -> Iterator[R
             yield Regrouped(label, (old_count, new_count), ranks)
 
 
-def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
-    """Differences between the live groups of a rank and the plan, in sentences.
-
-    ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and groups created by
-    outside code have no label and are left out.
-    """
-    rank = dump["rank"]
-    if rank is None:
-        return ["the dump is of a process without process groups."]
-    if rank not in plan.window:
-        return [f"rank {rank} is outside the plan's ranks {span_of(plan.window)}."]
-    planned: dict[str, list[list[int]]] = {}
-    for row, ranks in plan.groups_of(rank):
-        label = one_line(row.label)  # as the dump has it
-        planned.setdefault(label, []).append(list(ranks))
-    live: dict[str, list[list[int]]] = {}
-    for group in dump["groups"]:
-        if group["label"] is not None:
-            label = one_line(group["label"])
-            live.setdefault(label, []).append(group["ranks"])
-    sentences = []
-    for label in dict.fromkeys((*planned, *live)):
-        if label not in live:
-            sentences.append(f"rank {rank}: {label} was planned but not created.")
-        elif label not in planned:
-            sentences.append(f"rank {rank}: {label} exists but was not planned.")
-        elif sorted(planned[label]) != sorted(live[label]):
-            sentences.append(
-                f"rank {rank}: {label} has the ranks {_listed(live[label])}, planned were "
-                f"{_listed(planned[label])}."
-            )
-    return sentences
-
-
-def _listed(groups: Iterable[Sequence[int]]) -> str:
-    return " and ".join(f"[{few(ranks)}]" for ranks in groups)
-
-
 def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
     """The coordinate of each rank on ``dim``: -1 outside the layout, 0 without such a dim."""
     if dim not in layout.dims:
@@ -192,16 +137,13 @@ def _groups(plan: GroupPlan, label: str, ranks: range) -> tuple[int, np.ndarray]
     for row in plan.rows:
         if row.label == label:
             arrays.extend(plan.arrays(row))
-    count = 0
-    stop = ranks.stop
-    for array in arrays:
-        count += len(array)
-        stop = max(stop, int(array.max()) + 1)
+    # A row may list ranks that are not in the plan's layout.
+    stop = max([ranks.stop, *(int(groups.max()) + 1 for groups in arrays)])
     # A number for each rank: the sum over a group's members is its digest, in any order.
     generator = np.random.default_rng(0)
     number_of_rank = generator.integers(1 << 63, size=stop, dtype=np.uint64)
     digests = np.zeros(stop, dtype=np.uint64)
-    for array in arrays:
+    for groups in arrays:
         # A rank may be in several groups of one name.
-        digests[array] += number_of_rank[array].sum(axis=1, keepdims=True)
-    return count, digests[ranks.start : ranks.stop]
+        digests[groups] += number_of_rank[groups].sum(axis=1, keepdims=True)
+    return sum(map(len, arrays)), digests[ranks.start : ranks.stop]
