@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from compat.colossalai.groups import UniqueGroups
+from compat.colossalai.groups import Lists, UniqueGroups
 from hypergrid import of_torch
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import RankLayout, span_of
 from hypergrid.messages import shown
-from hypergrid.plan import Ranks
 
 
 class EnvironmentTable:
@@ -44,6 +43,7 @@ class EnvironmentTable:
     """
 
     def __init__(self) -> None:
+        # The attributes of the proposal.
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.default_process_group = of_torch.default_group()
@@ -76,7 +76,11 @@ class EnvironmentTable:
         return self.device_mesh_pool[name]
 
     def create_process_group(
-        self, name: str, ranks: Iterable[int], *, backend: str | None = None
+        self,
+        name: str,
+        ranks: Iterable[int],
+        *,
+        backend: str | None = None,
     ) -> ProcessGroup:
         """Create the group of ``ranks``, or find it; torch's non-member marker outside it.
 
@@ -89,9 +93,12 @@ class EnvironmentTable:
         """
         with self._telling_others():
             self._check_new(name)
-            members = tuple(sorted(map(operator.index, ranks)))
+            # Also numpy's whole numbers; ascending, as a second name has the same members.
+            numbers = [operator.index(rank) for rank in ranks]
+            members = tuple(sorted(numbers))
             is_repeated = len(set(members)) < len(members)
-            if not members or is_repeated or not set(members) <= set(self._world):
+            is_of_world = set(members) <= set(self._world)
+            if not members or is_repeated or not is_of_world:
                 raise ValueError(
                     f"ranks {shown(members)} make no group: give at least one of 0 to "
                     f"{self.world_size - 1}, each once."
@@ -114,17 +121,21 @@ class EnvironmentTable:
         the last is the fastest. Errors as for a group.
         """
         with self._telling_others():
-            layout = RankLayout(tuple(dim_names)[::-1], tuple(shape)[::-1])
+            # In a mesh the last dim is the fastest, in a layout the first.
+            names = tuple(dim_names)[::-1]
+            sizes = tuple(shape)[::-1]
+            layout = RankLayout(names, sizes)
             if layout.size != self.world_size:
                 raise ValueError(
                     f"mesh {shown(name)} has {layout.size} ranks and the world {self.world_size}. "
                     f"For a part of it, make a HyperCommGrid with a rank_offset."
                 )
             self._check_new(name)
-            lists_of = {}
+            lists_of: dict[str, Lists] = {}
             for dim in layout.dims:
-                self._check_new(f"{name}/{dim}")
-                lists_of[f"{name}/{dim}"] = list(map(tuple, layout.groups(dim).tolist()))
+                label = f"{name}/{dim}"
+                self._check_new(label)
+                lists_of[label] = [tuple(ranks) for ranks in layout.groups(dim).tolist()]
         self._create(lists_of, backend, {"mesh": name, "layout": repr(layout)})
         grid = HyperCommGrid.over(layout)
         for dim in layout.dims:
@@ -143,7 +154,10 @@ class EnvironmentTable:
         return telling_others(lambda: self._world, patience=timedelta(minutes=1))
 
     def _create(
-        self, lists_of: Mapping[str, list[Ranks]], backend: str | None, proposal: dict[str, Any]
+        self,
+        lists_of: Mapping[str, Lists],
+        backend: str | None,
+        proposal: dict[str, Any],
     ) -> None:
         """Create what is missing of the lists, and put this rank's groups into the pool."""
         backend = plain_backend(backend)

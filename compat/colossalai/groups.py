@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from hypergrid.groups.creation import NOT_A_MEMBER
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.plan import Ranks
+
+Lists: TypeAlias = list[Ranks]  # the members of every group of one label
 
 
 class UniqueGroups:
@@ -25,34 +27,44 @@ class UniqueGroups:
         self._owner = owner
         self._groups: dict[tuple[str | None, Ranks], ProcessGroup] = {}
 
-    def missing(self, lists: Iterable[Ranks], backend: str | None) -> list[Ranks]:
-        """The lists whose groups were not created."""
-        return [ranks for ranks in lists if (backend, ranks) not in self._groups]
+    def missing(self, lists: Iterable[Ranks], backend: str | None) -> set[Ranks]:
+        """The members of each group that was not created."""
+        missing = set()
+        for ranks in lists:
+            if (backend, ranks) not in self._groups:
+                missing.add(ranks)
+        return missing
 
     def create(
-        self, lists_of: Mapping[str, list[Ranks]], backend: str | None, proposal: Mapping[str, Any]
+        self,
+        lists_of: Mapping[str, Lists],
+        backend: str | None,
+        proposal: Mapping[str, Any],
     ) -> None:
         """Create what is missing of the lists, by label; all or none. *Collective* over the grid.
 
         The ranks compare ``proposal`` first, and how many groups are missing.
         """
         rank = dist.get_rank()
-        count = sum(len(self.missing(lists, backend)) for lists in lists_of.values())
-        proposal = {**proposal, "groups that are missing": count}
+        missing: set[Ranks] = set()
+        for lists in lists_of.values():
+            missing |= self.missing(lists, backend)
+        proposal = {**proposal, "groups that are missing": len(missing)}
         groups = dict(self._groups)
         with self.grid.two_phase_commit(proposal, self._owner) as pool:
             for label, lists in lists_of.items():
-                # A label before may have created some of these.
-                missing = [ranks for ranks in lists if (backend, ranks) not in groups]
-                if not missing:
+                new = [ranks for ranks in lists if ranks in missing]
+                # A label behind may have some of them, too.
+                missing.difference_update(new)
+                if not new:
                     continue
                 own_ranks = {}
-                for ranks in missing:
+                for ranks in new:
                     groups[backend, ranks] = NOT_A_MEMBER
                     if rank in ranks:
                         own_ranks[label] = ranks
                 # One group or none: those of a label have no rank in common.
-                for group in pool.make(label, own_ranks, missing.copy, backend=backend):
+                for group in pool.make(label, own_ranks, new.copy, backend=backend):
                     groups[backend, own_ranks[label]] = group
         self._groups = groups
 

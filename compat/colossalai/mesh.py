@@ -13,18 +13,18 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.colossalai.groups import UniqueGroups
+from compat.colossalai.groups import Lists, UniqueGroups
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
-from hypergrid.plan import Ranks
 
 Axes: TypeAlias = int | Sequence[int]
 Indices: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 Coordinate: TypeAlias = tuple[int, ...]
 Mode: TypeAlias = Literal["raise", "wrap", "clip"]
+IndicesOfAxis: TypeAlias = dict[int, list[int]]
 
 
 class ProcessGroupMesh:
@@ -51,6 +51,7 @@ class ProcessGroupMesh:
                 f"ProcessGroupMesh{size} needs torch.distributed: call "
                 f"torch.distributed.init_process_group() first."
             )
+        # ColossalAI's product of no sizes raises the same.
         if not size:
             raise TypeError("ProcessGroupMesh() needs the size of at least one axis.")
         world_size = dist.get_world_size()
@@ -61,8 +62,9 @@ class ProcessGroupMesh:
             )
         dims = [f"axis{axis}" for axis in range(len(size))]
         # The layout's first dim is the fastest, and it is the mesh's last axis.
-        self.grid = HyperCommGrid.over(RankLayout(tuple(dims[::-1]), size[::-1]))
-        self._shape: Coordinate = self.grid.layout.sizes[::-1]
+        layout = RankLayout(tuple(dims[::-1]), size[::-1])
+        self.grid = HyperCommGrid.over(layout)
+        self._shape: Coordinate = layout.sizes[::-1]
         self._rank = dist.get_rank()
         self._coord = self.unravel(self._rank, self._shape)
         self._groups = UniqueGroups(self.grid, repr(self))
@@ -98,7 +100,11 @@ class ProcessGroupMesh:
         return tuple(map(int, np.unravel_index(rank, shape)))
 
     @staticmethod
-    def ravel(coord: Sequence[int], shape: Sequence[int], mode: Mode = "raise") -> int:
+    def ravel(
+        coord: Sequence[int],
+        shape: Sequence[int],
+        mode: Mode = "raise",
+    ) -> int:
         """The rank at ``coord``, as ``numpy.ravel_multi_index``.
 
         Outside its axis a coordinate raises ValueError, or ``mode`` takes the remainder ("wrap"),
@@ -110,7 +116,9 @@ class ProcessGroupMesh:
 
     @staticmethod
     def get_coords_along_axis(
-        base_coord: Sequence[int], axis: Axes, indices_at_axis: Indices
+        base_coord: Sequence[int],
+        axis: Axes,
+        indices_at_axis: Indices,
     ) -> list[Coordinate]:
         """``base_coord`` with each of the indices at the axis, or at each of several axes."""
         coords = []
@@ -124,7 +132,10 @@ class ProcessGroupMesh:
         return coords
 
     def create_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self,
+        axis: Axes,
+        indices_at_axis: Indices | None = None,
+        backend: str | None = None,
     ) -> ProcessGroup:
         """Create the groups along an axis, or over several; returns the group of this rank.
 
@@ -155,7 +166,10 @@ class ProcessGroupMesh:
         return self._group(axis, indices_at_axis, backend, collective=True)
 
     def get_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self,
+        axis: Axes,
+        indices_at_axis: Indices | None = None,
+        backend: str | None = None,
     ) -> ProcessGroup:
         """Return the groups along axes, as ``create_group_along_axis``; *local* if all exist.
 
@@ -172,7 +186,11 @@ class ProcessGroupMesh:
         self._groups.destroy()
 
     def _group(
-        self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
+        self,
+        axis: Axes,
+        indices_at_axis: Indices | None,
+        backend: str | None,
+        collective: bool,
     ) -> ProcessGroup:
         layout = self.grid.layout
         with telling_others(lambda: layout.ranks, patience=timedelta(minutes=1)):
@@ -183,27 +201,37 @@ class ProcessGroupMesh:
         missing = self._groups.missing(lists, backend)
         if missing or collective:
             label = self._label(indices_of_axis, backend)
-            proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
+            proposal = {
+                "mesh": self._shape,
+                "group": label if missing else "one that exists",
+            }
             self._groups.create({label: lists}, backend, proposal)
         group = self._groups.own(lists, backend)
         # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
         dims = [f"axis{axis}" for axis in indices_of_axis]
-        if dims and backend is None and len(lists[0]) == layout.dim_size(dims):
+        group_size = len(lists[0])
+        if dims and backend is None and group_size == layout.dim_size(dims):
             self.grid.hold(dims, group)
         return group
 
-    def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> dict[int, list[int]]:
+    def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> IndicesOfAxis:
         """The indices at each axis, both ascending."""
         if indices_at_axis is None:
-            axes = [axis] if isinstance(axis, int) else axis
-            indices_at_axis = [range(self._shape[number]) for number in axes]
-            axis = axes
-        indices_of_axis: dict[int, list[int]] = {}
-        for number, indices in zip(*_listed(axis, indices_at_axis), strict=True):
+            axis = [axis] if isinstance(axis, int) else axis
+            indices_at_axis = [range(self._shape[number]) for number in axis]
+        axes, indices_of_axes = _listed(axis, indices_at_axis)
+        indices_of_axis: IndicesOfAxis = {}
+        for number, indices in zip(axes, indices_of_axes, strict=True):
             size = self._shape[number]  # IndexError if there is no such axis
-            axis_number = number % len(self._shape)
-            is_repeated = axis_number in indices_of_axis or len(set(indices)) < len(indices)
-            if is_repeated or not indices or not set(indices) <= set(range(size)):
+            axis_number = number % len(self._shape)  # -1 is the last one
+            different_indices = set(indices)
+            is_valid = (
+                bool(indices)
+                and len(different_indices) == len(indices)
+                and different_indices <= set(range(size))
+                and axis_number not in indices_of_axis
+            )
+            if not is_valid:
                 raise ValueError(
                     f"indices {shown(indices)} at axis {number} make no group in {self!r}: give "
                     f"each axis once, and of 0 to {size - 1} at least one, each once."
@@ -211,7 +239,7 @@ class ProcessGroupMesh:
             indices_of_axis[axis_number] = sorted(indices)
         return dict(sorted(indices_of_axis.items()))
 
-    def _label(self, indices_of_axis: dict[int, list[int]], backend: str | None) -> str:
+    def _label(self, indices_of_axis: IndicesOfAxis, backend: str | None) -> str:
         """In words which groups these are: ``axis0-axis2[0,1]/gloo``."""
         parts = []
         for axis, indices in indices_of_axis.items():
@@ -224,20 +252,26 @@ class ProcessGroupMesh:
             return f"{label}/{backend}"
         return label
 
-    def _ranks(self, indices_of_axis: dict[int, list[int]]) -> list[Ranks]:
+    def _ranks(self, indices_of_axis: IndicesOfAxis) -> Lists:
         """The members of every group."""
-        ranks = np.arange(prod(self._shape)).reshape(self._shape)
+        world = np.arange(self.grid.size)
+        ranks = world.reshape(self._shape)
+        group_size = 1
         for axis, indices in indices_of_axis.items():
             ranks = ranks.take(indices, axis)
+            group_size *= len(indices)
         # Members differ on these axes alone: as the last ones, each group's ranks are neighbours.
         axes = list(indices_of_axis)
         last_axes = range(-len(axes), 0)
-        group_size = prod(map(len, indices_of_axis.values()))
-        groups = np.moveaxis(ranks, axes, last_axes).reshape(-1, group_size)
+        ranks = np.moveaxis(ranks, axes, last_axes)
+        groups = ranks.reshape(-1, group_size)
         return [tuple(group) for group in groups.tolist()]
 
 
-def _listed(axis: Axes, indices_at_axis: Any) -> tuple[list[int], list[list[int]]]:
+def _listed(
+    axis: Axes,
+    indices_at_axis: Any,
+) -> tuple[list[int], list[list[int]]]:
     """The axes and the indices at each; a caller may pass one axis or several."""
     if not isinstance(axis, Iterable):
         axis = [axis]
