@@ -82,63 +82,85 @@ def difference(
     common = range(start, stop)
     moved: list[Moved] = []
     resharded: list[Resharded] = []
-    for name, dims in shards.items():
+    for name, weight_dims in shards.items():
         old = before.layouts[name]
         new = after.layouts[name]
-        old_cut = tuple(old.size_of(dim) for dim in dims)
-        new_cut = tuple(new.size_of(dim) for dim in dims)
+        old_cut = tuple(old.size_of(dim) for dim in weight_dims)
+        new_cut = tuple(new.size_of(dim) for dim in weight_dims)
         # Whether each rank holds another part of the weights: all do, if these are cut anew.
         part_differs = np.full(len(common), old_cut != new_cut)
         for dim in dict.fromkeys((*old.dims, *new.dims)):
-            differs = _coordinates(old, dim, common) != _coordinates(new, dim, common)
-            old_size = old.size_of(dim)
-            new_size = new.size_of(dim)
-            if differs.any() or old_size != new_size:
-                moved.append(Moved(name, dim, (old_size, new_size), int(differs.sum())))
-            if dim in dims:
+            old_coordinates = _coordinates(old, dim, common)
+            new_coordinates = _coordinates(new, dim, common)
+            differs = old_coordinates != new_coordinates
+            if dim in weight_dims:
                 part_differs |= differs
-        if part_differs.any() or old_cut != new_cut:
-            ranks = int(part_differs.sum())
-            resharded.append(Resharded(name, dims, (old_cut, new_cut), ranks))
+            sizes = (old.size_of(dim), new.size_of(dim))
+            ranks = int(differs.sum())
+            if ranks or sizes[0] != sizes[1]:
+                moved.append(Moved(name, dim, sizes, ranks))
+        ranks = int(part_differs.sum())
+        if ranks or old_cut != new_cut:
+            cuts = (old_cut, new_cut)
+            resharded.append(Resharded(name, weight_dims, cuts, ranks))
     return Difference(
-        (len(before.window), len(after.window)),
-        len(common),
-        tuple(moved),
-        tuple(_regrouped(before, after, common)),
-        tuple(resharded),
+        ranks=(len(before.window), len(after.window)),
+        common=len(common),
+        moved=tuple(moved),
+        regrouped=tuple(_regrouped(before, after, common)),
+        resharded=tuple(resharded),
     )
 
 
-def _regrouped(before: GroupPlan, after: GroupPlan, common: range) -> Iterator[Regrouped]:
+def _regrouped(
+    before: GroupPlan,
+    after: GroupPlan,
+    common: range,
+) -> Iterator[Regrouped]:
     """The names whose groups change."""
     labels = [row.label for row in (*before.rows, *after.rows)]
-    for label in dict.fromkeys(labels):  # each once, in their order
+    # Each once, in their order.
+    for label in dict.fromkeys(labels):
         old_count, old_digests = _groups(before, label, common)
         new_count, new_digests = _groups(after, label, common)
-        ranks = int((old_digests != new_digests).sum())
+        differs = old_digests != new_digests
+        ranks = int(differs.sum())
         if ranks or old_count != new_count:
             yield Regrouped(label, (old_count, new_count), ranks)
 
 
-def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
+def _coordinates(
+    layout: RankLayout,
+    dim: str,
+    ranks: range,
+) -> np.ndarray:
     """The coordinate of each rank on ``dim``: -1 outside the layout, 0 without such a dim."""
     if dim not in layout.dims:
         return np.zeros(len(ranks), dtype=int)
-    positions = np.arange(ranks.start, ranks.stop) - layout.offset
-    coordinates = positions // layout.stride(dim) % layout.size_of(dim)
+    positions = np.array(ranks) - layout.offset
+    stride = layout.stride(dim)
+    coordinates = positions // stride % layout.size_of(dim)
     is_outside = (positions < 0) | (positions >= layout.size)
     coordinates[is_outside] = -1
     return coordinates
 
 
-def _groups(plan: GroupPlan, label: str, ranks: range) -> tuple[int, np.ndarray]:
+def _groups(
+    plan: GroupPlan,
+    label: str,
+    ranks: range,
+) -> tuple[int, np.ndarray]:
     """How many groups the name has, and a digest of each rank's: equal for equal members."""
     arrays: list[np.ndarray] = []
     for row in plan.rows:
         if row.label == label:
             arrays.extend(plan.arrays(row))
-    # A row may list ranks that are not in the plan's layout.
-    stop = max([ranks.stop, *(int(groups.max()) + 1 for groups in arrays)])
+    count = 0
+    stop = ranks.stop
+    for groups in arrays:
+        count += len(groups)
+        # A row may list ranks that are not in the plan's layout.
+        stop = max(stop, int(groups.max()) + 1)
     # A number for each rank: the sum over a group's members is its digest, in any order.
     generator = np.random.default_rng(0)
     number_of_rank = generator.integers(1 << 63, size=stop, dtype=np.uint64)
@@ -146,4 +168,4 @@ def _groups(plan: GroupPlan, label: str, ranks: range) -> tuple[int, np.ndarray]
     for groups in arrays:
         # A rank may be in several groups of one name.
         digests[groups] += number_of_rank[groups].sum(axis=1, keepdims=True)
-    return sum(map(len, arrays)), digests[ranks.start : ranks.stop]
+    return count, digests[ranks.start : ranks.stop]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from hypergrid.layout import Dims, RankLayout
 from hypergrid.topology import Hosts, Topology
 
@@ -19,8 +17,8 @@ def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
 
 def group_numbers(layout: RankLayout, by: Dims) -> list[int]:
     """By rank, the number of its group over ``by`` in Megatron's order; -1 before the layout."""
-    groups = layout.groups(by)
-    numbers = np.full(layout.stop, -1)
-    numbers[groups] = np.arange(len(groups))[:, np.newaxis]
-    number_of_rank: list[int] = numbers.tolist()
+    number_of_rank = [-1] * layout.stop
+    for number, ranks in enumerate(layout.groups(by).tolist()):
+        for rank in ranks:
+            number_of_rank[rank] = number
     return number_of_rank

@@ -101,7 +101,8 @@ def picture(
         drawn_layouts[name] = layout
     panels = []
     for title, layout, dim in _dims(drawn_layouts, by):
-        panels.append(_panel(title, layout, dim, hosts, within or {}))
+        panel = _panel(title, layout, dim, hosts, within or {})
+        panels.append(panel)
     try:
         import matplotlib
     except ImportError as error:
@@ -109,14 +110,17 @@ def picture(
             f"drawing a picture needs matplotlib: {install_command('plot')}."
         ) from error
     # Without a date, equal plans have equal pictures.
-    metadata = {"Date": None} if suffix == ".svg" else None
+    metadata = None
+    if suffix == ".svg":
+        metadata = {"Date": None}
     with matplotlib.rc_context(STYLE):
         figure = _drawn(panels, _heading(drawn_layouts, hosts))
         figure.savefig(path, metadata=metadata)
 
 
 def _dims(
-    layouts: Mapping[str, RankLayout], by: str | None
+    layouts: Mapping[str, RankLayout],
+    by: str | None,
 ) -> Iterator[tuple[str, RankLayout, str]]:
     """The title, the layout and the dim of each panel.
 
@@ -130,11 +134,13 @@ def _dims(
             dims = (by,)
         for dim in dims:
             # The stride and the size decide all groups. An unknown dim is refused.
-            groups = (dim, layout.stride(dim), layout.size_of(dim))
+            stride = layout.stride(dim)
+            size = layout.size_of(dim)
+            groups = (dim, stride, size)
             if groups in drawn_groups:
                 continue
             drawn_groups.add(groups)
-            title = f"{dim} = {layout.size_of(dim)}"
+            title = f"{dim} = {size}"
             if dim in known_dims:
                 title = f"{name} {title}"
             yield title, layout, dim
@@ -145,10 +151,12 @@ def _heading(layouts: Mapping[str, RankLayout], hosts: Hosts) -> str:
     """How many ranks and hosts, and the sizes of each layout; a text of a file may be endless."""
     lines: list[str] = []
     for name, layout in layouts.items():
-        start = f"{name}:"
+        subject = name
         if not lines:
-            start = f"{layout.size:,} ranks, {len(ranks_by_host(layout, hosts)):,} hosts:"
-        lines.append(shortened(f"{start} {sizes_in_words(layout)}"))
+            host_count = len(ranks_by_host(layout, hosts))
+            subject = f"{layout.size:,} ranks, {host_count:,} hosts"
+        sizes = sizes_in_words(layout)
+        lines.append(shortened(f"{subject}: {sizes}"))
     return "\n".join(lines)
 
 
@@ -165,7 +173,11 @@ class _Panel:
 
 
 def _panel(
-    title: str, layout: RankLayout, dim: str, hosts: Hosts, within: Mapping[str, str]
+    title: str,
+    layout: RankLayout,
+    dim: str,
+    hosts: Hosts,
+    within: Mapping[str, str],
 ) -> _Panel:
     kind = "hosts"
     topology = Topology(layout, hosts)
@@ -173,14 +185,22 @@ def _panel(
         kind = "domains"
         domain_of_rank = [within[topology.names[number]] for number in topology.numbers]
         topology = Topology(layout, domain_of_rank)
+    # On how many hosts, or domains, each group is.
     touched = hosts_touched(layout.groups(dim), topology)
-    crossing = touched[touched > 1]
+    count = int((touched > 1).sum())
     reach = f"no group crosses {kind}"
-    if len(crossing):
-        reach = f"{len(crossing):,} of {len(touched):,} groups cross {kind} (up to {max(crossing)})"
+    if count:
+        reach = f"{count:,} of {len(touched):,} groups cross {kind} (up to {touched.max()})"
     framed = layout.group(layout.offset, dim)
-    lines = list(_lines(layout, framed, ranks_by_host(layout, hosts), within))
-    return _Panel(title, group_numbers(layout, dim), framed, reach, len(crossing) > 0, lines)
+    ranks_of = ranks_by_host(layout, hosts)
+    return _Panel(
+        title=title,
+        group_of_rank=group_numbers(layout, dim),
+        framed=framed,
+        reach=reach,
+        is_crossing=count > 0,
+        lines=list(_lines(layout, framed, ranks_of, within)),
+    )
 
 
 def _lines(
@@ -193,7 +213,9 @@ def _lines(
 
     Of a large job the first ranks, some of the framed ones and the last one are shown.
     """
-    always_shown = {*layout.ranks[: 4 * COLUMNS], *framed[:5], framed[-1], layout.ranks[-1]}
+    first_ranks = layout.ranks[: 4 * COLUMNS]
+    last_rank = layout.stop - 1
+    always_shown = {*first_ranks, *framed[:5], framed[-1], last_rank}
     hidden = 0
     last_domain = ""
     for host, ranks in ranks_of.items():
@@ -226,8 +248,15 @@ def _drawn(panels: Sequence[_Panel], heading: str) -> Figure:
     columns = MIN_COLUMNS
     for _, ranks in panels[0].lines:
         columns = max(columns, len(ranks))
-    size = ((CELL * columns + 1) * per_line, (CELL * height + 0.75) * line_count + 0.5)
-    figure = Figure(figsize=size, dpi=200, facecolor="none", layout="constrained")
+    # Room for the labels of hosts, the words above a panel, and those of the whole picture.
+    panel_width = CELL * columns + 1
+    panel_height = CELL * height + 0.75
+    figure = Figure(
+        figsize=(panel_width * per_line, panel_height * line_count + 0.5),
+        dpi=200,
+        facecolor="none",
+        layout="constrained",
+    )
     FigureCanvasAgg(figure)
     grid = figure.subplots(line_count, per_line, squeeze=False)
     for axes in grid.flat[len(panels) :]:
@@ -242,23 +271,43 @@ def _drawn(panels: Sequence[_Panel], heading: str) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, panel: _Panel, columns: int, height: int) -> None:
+def _draw(
+    axes: Axes,
+    panel: _Panel,
+    columns: int,
+    height: int,
+) -> None:
     """Draw a panel on axes of that width and height, on which a rank is a unit wide and high."""
     from matplotlib.patches import Rectangle
 
-    axes.set(xlim=(-0.5, columns - 0.5), ylim=(height - 0.5, -0.5), aspect="equal", anchor="NW")
+    axes.set_xlim(-0.5, columns - 0.5)
+    axes.set_ylim(height - 0.5, -0.5)
+    axes.set_aspect("equal", anchor="NW")
     axes.spines[:].set_visible(False)
     axes.set_title(panel.title, loc="left", pad=18)
     axes.set_xticks([])
     axes.xaxis.set_label_position("top")
-    axes.set_xlabel(panel.reach, loc="left", color=CROSSING if panel.is_crossing else TEXT)
-    axes.set_yticks(range(len(panel.lines)), [label for label, _ in panel.lines])
+    axes.set_xlabel(panel.reach, loc="left")
+    if panel.is_crossing:
+        axes.xaxis.label.set_color(CROSSING)
+    labels = [label for label, _ in panel.lines]
+    axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(length=0)
     for y, (_, ranks) in enumerate(panel.lines):
         for x, rank in enumerate(ranks):
-            colour = COLOURS[panel.group_of_rank[rank] % len(COLOURS)]
+            number = panel.group_of_rank[rank]
+            colour = COLOURS[number % len(COLOURS)]
             corner = (x - TILE / 2, y - TILE / 2)
-            edge = INK if rank in panel.framed else colour
-            axes.add_patch(Rectangle(corner, TILE, TILE, facecolor=colour, edgecolor=edge, lw=1.5))
-            size = 8.5 if rank < 1000 else 6.5
-            axes.text(x, y, str(rank), fontsize=size, ha="center", va="center", color=INK)
+            tile = Rectangle(corner, TILE, TILE, color=colour)
+            if rank in panel.framed:
+                tile.set(edgecolor=INK, linewidth=1.5)
+            axes.add_patch(tile)
+            axes.text(
+                x,
+                y,
+                str(rank),
+                fontsize=8.5 if rank < 1000 else 6.5,
+                ha="center",
+                va="center",
+                color=INK,
+            )
