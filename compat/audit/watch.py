@@ -303,9 +303,9 @@ def _report_other_state(
         source = next(iter(owners.states_of([read.group])), None)
     built = "given groups of" if owner.was_given else "built under"
     text = (
-        f"{type(reader).__name__} {built} {owner.name} {read.verb} of {_state_name(source)} "
-        f"at {_location(read.frame)}, by {read.name}(). Read inside `with state.activate():` of "
-        f"its own state, {read.remedy}"
+        f"{type(reader).__name__} {built} {_state_name(owner.state)} {read.verb} of "
+        f"{_state_name(source)} at {_location(read.frame)}, by {read.name}(). Read inside `with "
+        f"state.activate():` of its own state, {read.remedy}"
     )
     ranks = _ranks(read.group)
     expected_ranks = _ranks(expected)
@@ -412,12 +412,10 @@ class _Rule:
         self.patterns = patterns
         self.allow = allow
         self.is_strict = is_strict
-        self.__enter__()
+        _rules.append(self)
+        _switch()
 
     def __enter__(self) -> _Rule:
-        if self not in _rules:
-            _rules.append(self)
-            _switch()
         return self
 
     def __exit__(self, *_: object) -> None:

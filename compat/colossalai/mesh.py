@@ -197,10 +197,18 @@ class ProcessGroupMesh:
             indices_of_axis = self._indices(axis, indices_at_axis)
         backend = plain_backend(backend)
         lists = self._ranks(indices_of_axis)
+        dims = [f"axis{axis}" for axis in indices_of_axis]
+        group_size = len(lists[0])
+        is_whole = group_size == layout.dim_size(dims)
         # Of other ranks' groups too: a rank that lacks none must wait for those that lack one.
         missing = self._groups.missing(lists, backend)
         if missing or collective:
-            label = self._label(indices_of_axis, backend)
+            # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
+            label = "-".join(dims) or "alone"
+            if not is_whole:
+                label += f" at {list(indices_of_axis.values())}"
+            if backend:
+                label += f"/{backend}"
             proposal = {
                 "mesh": self._shape,
                 "group": label if missing else "one that exists",
@@ -208,9 +216,7 @@ class ProcessGroupMesh:
             self._groups.create({label: lists}, backend, proposal)
         group = self._groups.own(lists, backend)
         # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
-        dims = [f"axis{axis}" for axis in indices_of_axis]
-        group_size = len(lists[0])
-        if dims and backend is None and group_size == layout.dim_size(dims):
+        if dims and backend is None and is_whole:
             self.grid.hold(dims, group)
         return group
 
@@ -238,19 +244,6 @@ class ProcessGroupMesh:
                 )
             indices_of_axis[axis_number] = sorted(indices)
         return dict(sorted(indices_of_axis.items()))
-
-    def _label(self, indices_of_axis: IndicesOfAxis, backend: str | None) -> str:
-        """In words which groups these are: ``axis0-axis2[0,1]/gloo``."""
-        parts = []
-        for axis, indices in indices_of_axis.items():
-            part = f"axis{axis}"
-            if len(indices) < self._shape[axis]:
-                part += str(indices).replace(" ", "")
-            parts.append(part)
-        label = "-".join(parts) or "alone"
-        if backend:
-            return f"{label}/{backend}"
-        return label
 
     def _ranks(self, indices_of_axis: IndicesOfAxis) -> Lists:
         """The members of every group."""

@@ -166,8 +166,6 @@ class DistributedManager:
         """The name of ``group``; None for None. Raises KeyError if it was not created here."""
         if group is None:
             return None
-        if group not in self._group_names:
-            raise KeyError(f"{group} was not created here. These were: {list(self.group_names)}.")
         return self._group_names[group]
 
     # Start and end.
@@ -327,7 +325,7 @@ class DistributedManager:
             manager._check_new(name, AssertionError)
             parents = [list(range(manager.world_size))]
             if group_name:
-                parents = manager._ranks_of(group_name, KeyError, f"the parent of {name!r}")
+                parents = manager._ranks_of(group_name, KeyError)
             ranks = groups.cut(parents, size)
         manager._create({name: ranks}, verbose)
 
@@ -342,8 +340,7 @@ class DistributedManager:
         AgreementError as ``create_process_subgroup``.
         """
         with _checking() as manager:
-            role = f"to which {orthogonal_group_name!r} is to be orthogonal"
-            ranks = manager._ranks_of(group_name, ValueError, role)
+            ranks = manager._ranks_of(group_name, ValueError)
             manager._check_new(orthogonal_group_name, ValueError)
         manager._create({orthogonal_group_name: groups.orthogonal(ranks)}, verbose)
 
@@ -466,10 +463,9 @@ class DistributedManager:
         if name in self._groups:
             raise error(f"the group {name!r} exists already. Choose another name.")
 
-    def _ranks_of(self, name: str, error: type[Exception], role: str) -> list[list[int]]:
+    def _ranks_of(self, name: str, error: type[Exception]) -> groups.Lists:
         if name not in self._groups:
-            existing = list(self._groups) or "none"
-            raise error(f"there is no group {name!r}, {role}. Existing groups: {existing}.")
+            raise error(f"there is no group {name!r}. Existing groups: {list(self._groups)}.")
         return self._group_ranks[name]
 
     def _create(self, ranks_of: dict[str, groups.Lists], verbose: bool) -> None:

@@ -114,7 +114,7 @@ def created_groups(rank):
 def test_a_rank_creates_its_own_groups_only_and_they_explain_themselves():
     names = ["axis0", "axis1", "axis2", "axis0-axis2"]
     outside = (4, names)
-    inside = (5, [*names, "axis0[1]"])
+    inside = (5, [*names, "axis0 at [[1]]"])
     assert run_ranks(8, created_groups) == [outside] * 4 + [inside] * 4
 
 
