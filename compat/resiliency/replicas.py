@@ -84,7 +84,7 @@ def active_processes(
 
 
 def _blocks(hosts: Sequence[str], processes: Iterable[int], block_size: int) -> list[list[int]]:
-    """As many blocks of processes of one host as there are."""
+    """Cut the processes of each host into blocks, and leave out what fills none."""
     processes_of_host: dict[str, list[int]] = {}
     for process in sorted(processes):
         processes_of_host.setdefault(hosts[process], []).append(process)

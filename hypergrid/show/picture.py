@@ -248,7 +248,7 @@ def _drawn(panels: Sequence[_Panel], heading: str) -> Figure:
     columns = MIN_COLUMNS
     for _, ranks in panels[0].lines:
         columns = max(columns, len(ranks))
-    # Room for the labels of hosts, the words above a panel, and those of the whole picture.
+    # An inch for the labels of hosts; the words above a panel, and those of the whole picture.
     panel_width = CELL * columns + 1
     panel_height = CELL * height + 0.75
     figure = Figure(
