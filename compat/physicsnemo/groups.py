@@ -28,8 +28,8 @@ def cut(parents: Lists, size: int) -> Lists:
     parent_size = len(parents[0])
     if size < 1 or parent_size % size:
         raise AssertionError(
-            f"groups of {parent_size} ranks cannot be cut into groups of {size}: choose a size that "
-            f"divides {parent_size}."
+            f"groups of {parent_size} ranks cannot be cut into groups of {size}: choose a size "
+            f"that divides {parent_size}."
         )
     lists: Lists = np.reshape(parents, (-1, size)).tolist()
     return lists
