@@ -131,7 +131,7 @@ def test_a_saved_plan_may_begin_with_any_layout_and_names_are_shown_as_they_are(
     assert (row(printed, "V"), row(printed, "D")) == ("dp 8 2 2", "[red] 8 1 1")
     # Without a decoder the picture is that of the first layout.
     run(f"show {saved(GroupPlan({'vision': vision}).to_json())} --svg {tmp_path / 'plan.svg'}")
-    assert "16 ranks on 2 hosts: a=2 dp=8" in (tmp_path / "plan.svg").read_text()
+    assert "16 ranks, 2 hosts: a=2 dp=8" in (tmp_path / "plan.svg").read_text()
 
 
 @pytest.mark.parametrize(("dim", "size"), [("pp", 2), ("tp", 4)])
