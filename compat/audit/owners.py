@@ -27,13 +27,6 @@ class Owner:
     collections: tuple[Any, ...] = ()
     was_given: bool = False  # by its constructor's arguments, not by the state that was current
 
-    @property
-    def name(self) -> str:
-        """For messages."""
-        if self.state is not None:
-            return f"{self.state.name or 'a state without groups'!r}"
-        return "a collection that is of no state"
-
     def group(self, slot: str) -> Any:
         """The group that the owner has for a private global; ``UNKNOWN`` if that is not said."""
         field = FIELDS.get(slot, "")

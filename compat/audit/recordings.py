@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from hypergrid.files import FileError, bytes_of, decoded
 
 SCHEMA = 1  # of a rank's file
-_KEYS = ("module", "file", "line", "function", "name", "writes")
 
 
 class _Use(TypedDict):
@@ -46,7 +45,7 @@ class _Process(TypedDict):
     problems: list[_Wrong]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Site:
     """One line that reads or writes one name of the module, on all ranks."""
 
@@ -56,26 +55,35 @@ class Site:
     function: str
     name: str
     writes: bool
-    count: int
-    ranks: int
-    states: Mapping[str, int]
-    groups: Mapping[str, int]
+    ranks: set[int] = field(default_factory=set)
+    states: Counter[str] = field(default_factory=Counter)
+    groups: Counter[str] = field(default_factory=Counter)
 
     @property
-    def package(self) -> str:
-        """The package of its module; a script is its own."""
-        return self.module.rpartition(".")[0] or self.module
+    def count(self) -> int:
+        """How often it did."""
+        return self.states.total()
 
 
-@dataclass(frozen=True, order=True)
+@dataclass
 class Problem:
     """Reads of a wrong state, at one line."""
 
     kind: str
     text: str
-    reads: int
-    ranks: tuple[int, ...]
-    example: str  # what the first of these ranks got
+    reads: int = 0
+    ranks: set[int] = field(default_factory=set)
+    example: str = ""  # what one of these ranks got
+
+
+@dataclass
+class FileReads:
+    """One file's row."""
+
+    file: str
+    reads: int = 0
+    sites: int = 0
+    names: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -84,30 +92,21 @@ class Audit:
 
     sites: list[Site]
     problems: list[Problem]
-    ranks: tuple[int, ...]
-    releases: tuple[str, ...]
-    unread: tuple[str, ...] = ()
-    processes: int = 0
+    ranks: list[int]
+    releases: list[str]
+    unread: list[str]
+    processes: int
 
     @property
     def reads(self) -> int:
         """All reads and writes."""
         return sum(site.count for site in self.sites)
 
-    def names(self) -> dict[str, int]:
-        """How often each getter, setter and private global was used."""
-        counts: Counter[str] = Counter()
-        for site in self.sites:
-            counts[site.name] += site.count
-        return dict(counts.most_common())
-
     def files(self) -> list[FileReads]:
         """The table: a row for each file, the most reads first."""
-        row_of_file: dict[tuple[str, str], FileReads] = {}
+        row_of_file: dict[str, FileReads] = {}
         for site in self.sites:
-            key = (site.package, site.file)
-            new_row = FileReads(site.package, site.file, site.module)
-            row = row_of_file.setdefault(key, new_row)
+            row = row_of_file.setdefault(site.file, FileReads(site.file))
             row.reads += site.count
             row.sites += 1
             row.names[site.name] += site.count
@@ -115,33 +114,13 @@ class Audit:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON."""
-        rows = []
-        for row in self.files():
-            names = dict(row.names.most_common())
-            rows.append({**asdict(row), "names": names})
-        return {
-            "ranks": list(self.ranks),
-            "processes": self.processes,
-            "releases": list(self.releases),
-            "reads": self.reads,
-            "names": self.names(),
-            "files": rows,
-            "sites": list(map(asdict, self.sites)),
-            "problems": list(map(asdict, self.problems)),
-            "unread": list(self.unread),
-        }
-
-
-@dataclass
-class FileReads:
-    """One file's row."""
-
-    package: str
-    file: str
-    module: str
-    reads: int = 0
-    sites: int = 0
-    names: Counter[str] = field(default_factory=Counter)
+        sites = []
+        for site in self.sites:
+            sites.append({**vars(site), "count": site.count, "ranks": len(site.ranks)})
+        problems = []
+        for problem in self.problems:
+            problems.append({**vars(problem), "ranks": sorted(problem.ranks)})
+        return {**vars(self), "reads": self.reads, "sites": sites, "problems": problems}
 
 
 def read(directory: Path) -> Audit:
@@ -171,70 +150,41 @@ def read(directory: Path) -> Audit:
             f"HYPERGRID_AUDIT={directory}."
         )
         raise FileError(" ".join([message, *unread[:3]]))
-    return _merged(processes, unread)
-
-
-def _merged(processes: Sequence[_Process], unread: Sequence[str]) -> Audit:
-    uses_of_site: dict[tuple[Any, ...], list[tuple[int, _Use]]] = {}
-    reports_of_problem: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
-    ranks: set[int] = set()
-    releases: set[str] = set()
-    process_ids: set[tuple[int, int]] = set()
-    for process in processes:
-        rank = process["rank"]
-        ranks.add(rank)
-        releases.add(process["release"])
-        # A rank that started again has left a file for each of its processes.
-        process_ids.add((rank, process["process"]))
-        for use in process["sites"]:
-            fields: Mapping[str, Any] = use
-            site = tuple(fields[name] for name in _KEYS)
-            uses_of_site.setdefault(site, []).append((rank, use))
-        for problem in process["problems"]:
-            kind_and_text = (problem["kind"], problem["text"])
-            report = (rank, problem["count"], problem["example"])
-            reports_of_problem.setdefault(kind_and_text, []).append(report)
-    sites = []
-    for key, uses in sorted(uses_of_site.items()):
-        sites.append(_site(key, uses))
-    problems = []
-    for (kind, text), reports in reports_of_problem.items():
-        problems.append(_problem(kind, text, reports))
+    # A rank that started again has left a file for each of its processes.
+    process_ids = {(process["rank"], process["process"]) for process in processes}
     return Audit(
-        sites=sites,
-        problems=sorted(problems),
-        ranks=tuple(sorted(ranks)),
-        releases=tuple(sorted(releases)),
-        unread=tuple(unread),
+        sites=_merged_sites(processes),
+        problems=_merged_problems(processes),
+        ranks=sorted({process["rank"] for process in processes}),
+        releases=sorted({process["release"] for process in processes}),
+        unread=unread,
         processes=len(process_ids),
     )
 
 
-def _site(key: tuple[Any, ...], uses: Sequence[tuple[int, _Use]]) -> Site:
-    """One line of code, from what each rank recorded of it."""
-    ranks = set()
-    states: Counter[str] = Counter()
-    groups: Counter[str] = Counter()
-    for rank, use in uses:
-        ranks.add(rank)
-        states[use["state"]] += use["count"]
-        groups[use["group"]] += use["count"]
-    fields: dict[str, Any] = dict(zip(_KEYS, key, strict=True))
-    return Site(
-        **fields,
-        count=states.total(),
-        ranks=len(ranks),
-        states=dict(states.most_common()),
-        groups=dict(groups.most_common()),
-    )
+def _merged_sites(processes: Iterable[_Process]) -> list[Site]:
+    """The lines of code, by file; each with what every rank recorded of it."""
+    site_of_place: dict[tuple[str, str, int, str, str, bool], Site] = {}
+    for process in processes:
+        for use in process["sites"]:
+            code = use["module"], use["file"], use["line"], use["function"]
+            place = (*code, use["name"], use["writes"])
+            site = site_of_place.setdefault(place, Site(*place))
+            site.ranks.add(process["rank"])
+            site.states[use["state"]] += use["count"]
+            site.groups[use["group"]] += use["count"]
+    return [site_of_place[place] for place in sorted(site_of_place)]
 
 
-def _problem(kind: str, text: str, reports: Sequence[tuple[int, int, str]]) -> Problem:
-    """One kind of wrong read, from the rank, the count and the example of each report."""
-    ranks = set()
-    reads = 0
-    for rank, count, _ in reports:
-        ranks.add(rank)
-        reads += count
-    first_rank, _, example = min(reports)
-    return Problem(kind, text, reads, tuple(sorted(ranks)), f"rank {first_rank} {example}")
+def _merged_problems(processes: Iterable[_Process]) -> list[Problem]:
+    """The wrong reads, each with all ranks that reported it."""
+    problem_of_text: dict[tuple[str, str], Problem] = {}
+    for process in sorted(processes, key=lambda process: process["rank"]):
+        for wrong in process["problems"]:
+            new_problem = Problem(
+                wrong["kind"], wrong["text"], example=f"rank {process['rank']} {wrong['example']}"
+            )
+            problem = problem_of_text.setdefault((wrong["kind"], wrong["text"]), new_problem)
+            problem.reads += wrong["count"]
+            problem.ranks.add(process["rank"])
+    return [problem_of_text[text] for text in sorted(problem_of_text)]

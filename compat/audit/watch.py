@@ -54,7 +54,7 @@ class ForbiddenReadError(RuntimeError):
 
 
 _read_by_thread = threading.local()  # its ``group``: the one behind the read in progress
-_logs: list[Log] = []
+_log: Log | None = None  # of the innermost recording
 _rules: list[_Rule] = []
 _getters: dict[str, FunctionType] = {}  # those whose code is exchanged
 _originals: dict[str, FunctionType] = {}  # functions with the code that they had
@@ -65,7 +65,7 @@ _warned: set[str] = set()
 def _switch() -> None:
     """Put the audit in if something needs it, take it out if nothing does."""
     with _lock:
-        is_needed = bool(_logs or _rules)
+        is_needed = bool(_log or _rules)
         if is_needed and not _getters:
             _put_in()
         elif _getters and not is_needed:
@@ -207,15 +207,11 @@ def _package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _open_logs() -> Iterable[Log]:
-    """This process's innermost log of each directory, as the files are added up."""
-    process = os.getpid()
-    log_of_directory = {}
-    for log in _logs:
-        # A forked process has its parent's logs, and perhaps their lock held by a lost thread.
-        if log.process == process:
-            log_of_directory[log.directory] = log
-    return log_of_directory.values()
+def _open_log() -> Log | None:
+    """The log; None in a forked process, whose parent's it is: perhaps a lost thread locks it."""
+    if _log is not None and _log.process == os.getpid():
+        return _log
+    return None
 
 
 def _is_strict() -> bool:
@@ -231,8 +227,9 @@ def _record(name: str, changes: bool, frame: FrameType, group: ProcessGroup | No
     slot = _slot(name, group)
     if slot is not None and group is None:
         group = _group_or_none(namespace().get(slot))
-    state = current()
-    if _logs:
+    log = _open_log()
+    if log is not None:
+        state = current()
         use = {
             "module": frame.f_globals.get("__name__", "?"),
             "line": frame.f_lineno,
@@ -241,12 +238,11 @@ def _record(name: str, changes: bool, frame: FrameType, group: ProcessGroup | No
             "state": state.name if state.request is not None else "none",
             "group": slot.lstrip("_") if slot else "",
         }
-        for log in _open_logs():
-            log.site(frame.f_code, use)
+        log.site(frame.f_code, use)
     # A private global that is no group, and a write, are of no wrong state.
     if changes or slot is None:
         return
-    if _logs or _is_strict():
+    if log is not None or _is_strict():
         _judge(_Read(name, slot, group, frame))
 
 
@@ -307,9 +303,9 @@ def _report_other_state(
         source = next(iter(owners.states_of([read.group])), None)
     built = "given groups of" if owner.was_given else "built under"
     text = (
-        f"{type(reader).__name__} {built} {owner.name} {read.verb} of {_state_name(source)} "
-        f"at {_location(read.frame)}, by {read.name}(). Read inside `with state.activate():` of "
-        f"its own state, {read.remedy}"
+        f"{type(reader).__name__} {built} {_state_name(owner.state)} {read.verb} of "
+        f"{_state_name(source)} at {_location(read.frame)}, by {read.name}(). Read inside `with "
+        f"state.activate():` of its own state, {read.remedy}"
     )
     ranks = _ranks(read.group)
     expected_ranks = _ranks(expected)
@@ -358,7 +354,8 @@ def _ranks(group: ProcessGroup | None) -> str:
 
 
 def _report(kind: str, text: str, example: str) -> None:
-    for log in _open_logs():
+    log = _open_log()
+    if log is not None:
         log.problem(kind, text, example)
     message = f"rank {_rank()} {example}: {text}"
     if _is_strict():
@@ -379,9 +376,10 @@ def begin(directory: str | os.PathLike[str]) -> None:
 
     As ``HYPERGRID_AUDIT``. Raises OSError if the directory cannot be written.
     """
+    global _log
     path = Path(directory).absolute()
-    if not any(log.directory == path for log in _logs):
-        _logs.append(Log(path))
+    if _log is None or _log.directory != path:
+        _log = Log(path)
         _switch()
 
 
@@ -390,15 +388,17 @@ def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
     """Record inside: one file for each process in ``directory``. *Local*.
 
     ``hypergrid audit DIRECTORY`` reads the files of all ranks. Wrong states are warned of, once
-    for each place, with RuntimeWarning. Raises OSError if the directory cannot be written.
+    for each place, with RuntimeWarning. A recording around this one counts no read meanwhile.
+    Raises OSError if the directory cannot be written.
     """
-    log = Log(Path(directory))
-    _logs.append(log)
+    global _log
+    outer = _log
+    _log = log = Log(Path(directory))
     _switch()
     try:
         yield
     finally:
-        _logs.remove(log)
+        _log = outer
         _switch()
         log.close()
 
@@ -412,12 +412,10 @@ class _Rule:
         self.patterns = patterns
         self.allow = allow
         self.is_strict = is_strict
-        self.__enter__()
+        _rules.append(self)
+        _switch()
 
     def __enter__(self) -> _Rule:
-        if self not in _rules:
-            _rules.append(self)
-            _switch()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -432,22 +430,20 @@ class _Rule:
     def check(self, name: str, frame: FrameType) -> None:
         """Refuse a read of ``name`` by ``frame``, if a pattern matches its module."""
         module = frame.f_globals.get("__name__", "")
-        matching = (pattern for pattern in self.patterns if fnmatchcase(module, pattern))
-        rule = next(matching, None)
-        if rule is None:
-            return
         read = f"{module}:{name}"
-        for pattern in self.allow:
-            if any(fnmatchcase(text, pattern) for text in (module, name, read)):
-                return
-        called = name
-        if not name.startswith("_"):
-            called += "()"
-        raise ForbiddenReadError(
-            f"rank {_rank()}: {module} used {called} of parallel_state at {_location(frame)}, in "
-            f"{function_of(frame.f_code)}, which forbid({rule!r}) does not allow. What to do: "
-            f"{instead_of(name)}. To allow it for now: forbid({rule!r}, allow=[{read!r}])."
-        )
+        is_allowed = any(_matches((module, name, read), pattern) for pattern in self.allow)
+        for pattern in self.patterns:
+            if _matches((module,), pattern) and not is_allowed:
+                raise ForbiddenReadError(
+                    f"rank {_rank()}: {module} used {name} of parallel_state at "
+                    f"{_location(frame)}, in {function_of(frame.f_code)}, which "
+                    f"forbid({pattern!r}) does not allow. What to do: {instead_of(name)}. To "
+                    f"allow it for now: forbid({pattern!r}, allow=[{read!r}])."
+                )
+
+
+def _matches(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def strict() -> _Rule:
@@ -474,27 +470,22 @@ def forbid(modules: str | Sequence[str], *, allow: str | Sequence[str] = ()) -> 
 
     Raises
     ------
-    TypeError
-        A pattern is not a string.
     ValueError
         There is no pattern, or one that is no module's name.
     """
-    patterns = _checked_patterns("modules", modules, "/\\ :")
-    exceptions = _checked_patterns("allow", allow, "/\\ ")
+    patterns = _checked_patterns(modules, "/\\ :")
     if not patterns:
         raise ValueError("forbid() needs at least one pattern of modules' names.")
-    return _Rule(patterns, exceptions)
+    return _Rule(patterns, _checked_patterns(allow, "/\\ "))
 
 
-def _checked_patterns(argument: str, value: Any, never: str) -> list[str]:
+def _checked_patterns(value: str | Sequence[str], never: str) -> list[str]:
     """The patterns in ``value``, one or several, which have none of the characters ``never``."""
-    is_single = isinstance(value, str) or not isinstance(value, Iterable)
-    patterns = [value] if is_single else [*value]
+    patterns = [value] if isinstance(value, str) else list(value)
     for pattern in patterns:
-        invalid = f"invalid value in {argument}: {pattern!r}"
-        allowed = "allowed: patterns of modules' names such as 'megatron.core.transformer.*'."
-        if not isinstance(pattern, str):
-            raise TypeError(f"{invalid} is no string; {allowed}")
-        if not pattern or set(pattern) & set(never):
-            raise ValueError(f"{invalid} matches no module; {allowed}")
+        if not isinstance(pattern, str) or not pattern or set(pattern) & set(never):
+            raise ValueError(
+                f"{pattern!r} matches no module; allowed: patterns of modules' names such as "
+                f"'megatron.core.transformer.*'."
+            )
     return patterns

@@ -30,10 +30,9 @@ from compat.planned.layouts import (
 )
 from compat.planned.orders import dp_across, ranked_orders
 from hypergrid import __version__
-from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
-from hypergrid.show.diff import Dump, against_dump, difference
+from hypergrid.show.diff import difference
 
 __all__ = ["app"]
 _MOST_ORDERS = 10  # that are printed; --json has all
@@ -254,31 +253,15 @@ def _faults_of(subject: PlannedJob) -> partial[Iterator[Finding]]:
 @command(ignore_unknown_options=True)  # sizes are one argument
 def diff(
     before: Annotated[str, typer.Argument(help="A saved plan, or sizes: '--world-size 8 --tp 2'.")],
-    after: Annotated[
-        list[str], typer.Argument(help="Another one, or dumps of hypergrid.dump() of any ranks.")
-    ],
+    after: Annotated[str, typer.Argument(help="Another one.")],
     as_json: Json = False,
 ) -> int:
-    """Compare two layouts, or a plan and the live groups of a job.
+    """Compare two layouts: which ranks and groups change, and what that means for a checkpoint.
 
     Exit status 0 if nothing differs, 1 if something does.
     """
     planned = read(before)
-    dumps = [dump for dump in map(_dump, after) if dump is not None]
-    if len(dumps) == len(after):
-        differences: list[str] = []
-        for dump in dumps:
-            differences.extend(against_dump(planned.plan, dump))
-        if as_json:
-            prints.as_json({"differences": differences})
-        elif differences:
-            typer.echo(printable("\n".join(differences)))
-        else:
-            typer.echo(f"{len(dumps)} dumps are as planned.")
-        return int(bool(differences))
-    if len(after) > 1:
-        raise JobError("give two layouts, or one and any number of dumps.")
-    changed = read(after[0])
+    changed = read(after)
     compared = difference(planned.plan, changed.plan, shards_of(planned.plan, changed.plan))
     if as_json:
         prints.as_json(asdict(compared))
@@ -464,18 +447,6 @@ def doctor() -> int:
             indent = " " * 20
             out.print(Text(f"{indent} -> {remedy}", style="yellow"), soft_wrap=True)
     return status
-
-
-def _dump(text: str) -> Dump | None:
-    """The data that ``hypergrid.dump`` wrote to this file; None if the file has other data."""
-    if "--" in text or not Path(text).is_file():
-        return None
-    content = bytes_of(text)
-    fields = decoded(content, dict[str, Any], text)
-    # A saved plan has groups too, and no process.
-    if "pid" not in fields or "groups" not in fields:
-        return None
-    return decoded(content, Dump, text)
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -12,24 +12,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from compat.colossalai.groups import Row, UniqueGroups
+from compat.colossalai.groups import Lists, UniqueGroups
 from hypergrid import of_torch
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import RankLayout, span_of
 from hypergrid.messages import shown
-from hypergrid.plan import Ranks
-
-
-class _Pool(dict[str, Any]):
-    """A dict of what was created, by name."""
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(
-            f"there is no {shown(name)} here: create it on every rank first. Created so far: "
-            f"{sorted(self) or 'none'}."
-        )
 
 
 class EnvironmentTable:
@@ -54,12 +43,13 @@ class EnvironmentTable:
     """
 
     def __init__(self) -> None:
+        # The attributes of the proposal.
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.default_process_group = of_torch.default_group()
-        self.process_group_pool: dict[str, ProcessGroup] = _Pool()
+        self.process_group_pool: dict[str, ProcessGroup] = {}
         """Every group by its names; torch's non-member marker where this rank is outside."""
-        self.device_mesh_pool: dict[str, DeviceMesh] = _Pool()
+        self.device_mesh_pool: dict[str, DeviceMesh] = {}
         """Every mesh by its name."""
         self._world = range(self.world_size)
         grid = HyperCommGrid([self.world_size], ["world"])
@@ -86,7 +76,11 @@ class EnvironmentTable:
         return self.device_mesh_pool[name]
 
     def create_process_group(
-        self, name: str, ranks: Iterable[int], *, backend: str | None = None
+        self,
+        name: str,
+        ranks: Iterable[int],
+        *,
+        backend: str | None = None,
     ) -> ProcessGroup:
         """Create the group of ``ranks``, or find it; torch's non-member marker outside it.
 
@@ -98,10 +92,19 @@ class EnvironmentTable:
             Ranks asked for different things, or a group could not be created; all roll back.
         """
         with self._telling_others():
-            members = self._members(ranks)
-            rows: dict[str, Row] = {name: ((), [members])}
-            self._check_names(name, rows)
-        self._create(rows, backend, group=name, ranks=span_of(members))
+            self._check_new(name)
+            # Also numpy's whole numbers; ascending, as a second name has the same members.
+            numbers = [operator.index(rank) for rank in ranks]
+            members = tuple(sorted(numbers))
+            is_repeated = len(set(members)) < len(members)
+            is_of_world = set(members) <= set(self._world)
+            if not members or is_repeated or not is_of_world:
+                raise ValueError(
+                    f"ranks {shown(members)} make no group: give at least one of 0 to "
+                    f"{self.world_size - 1}, each once."
+                )
+        proposal = {"group": name, "ranks": span_of(members)}
+        self._create({name: [members]}, backend, proposal)
         return self.process_group_pool[name]
 
     def create_device_mesh(
@@ -118,17 +121,22 @@ class EnvironmentTable:
         the last is the fastest. Errors as for a group.
         """
         with self._telling_others():
-            layout = RankLayout(tuple(dim_names)[::-1], tuple(shape)[::-1])
+            # In a mesh the last dim is the fastest, in a layout the first.
+            names = tuple(dim_names)[::-1]
+            sizes = tuple(shape)[::-1]
+            layout = RankLayout(names, sizes)
             if layout.size != self.world_size:
                 raise ValueError(
                     f"mesh {shown(name)} has {layout.size} ranks and the world {self.world_size}. "
                     f"For a part of it, make a HyperCommGrid with a rank_offset."
                 )
-            rows: dict[str, Row] = {}
+            self._check_new(name)
+            lists_of: dict[str, Lists] = {}
             for dim in layout.dims:
-                rows[f"{name}/{dim}"] = (dim,), list(map(tuple, layout.groups(dim).tolist()))
-            self._check_names(name, rows)
-        self._create(rows, backend, mesh=name, layout=repr(layout))
+                label = f"{name}/{dim}"
+                self._check_new(label)
+                lists_of[label] = [tuple(ranks) for ranks in layout.groups(dim).tolist()]
+        self._create(lists_of, backend, {"mesh": name, "layout": repr(layout)})
         grid = HyperCommGrid.over(layout)
         for dim in layout.dims:
             grid.hold(dim, self.process_group_pool[f"{name}/{dim}"])
@@ -145,26 +153,20 @@ class EnvironmentTable:
     def _telling_others(self) -> AbstractContextManager[None]:
         return telling_others(lambda: self._world, patience=timedelta(minutes=1))
 
-    def _create(self, rows: Mapping[str, Row], backend: str | None, **proposal: Any) -> None:
-        """Create what is missing of the rows, and put this rank's groups into the pool."""
+    def _create(
+        self,
+        lists_of: Mapping[str, Lists],
+        backend: str | None,
+        proposal: dict[str, Any],
+    ) -> None:
+        """Create what is missing of the lists, and put this rank's groups into the pool."""
         backend = plain_backend(backend)
-        self._groups.create(rows, backend, proposal | {"backend": backend})
-        for name, (_, lists) in rows.items():
+        self._groups.create(lists_of, backend, {**proposal, "backend": backend})
+        for name, lists in lists_of.items():
             self.process_group_pool[name] = self._groups.own(lists, backend)
 
-    def _members(self, ranks: Any) -> Ranks:
-        """The ranks of a group, ascending."""
-        with suppress(TypeError):
-            members = sorted(map(operator.index, ranks))
-            if members and {*members} <= {*self._world} and len({*members}) == len(members):
-                return tuple(members)
-        raise ValueError(
-            f"ranks {shown(ranks)} make no group: give whole numbers of 0 to "
-            f"{self.world_size - 1}, at least one and each once."
-        )
-
-    def _check_names(self, name: Any, rows: Mapping[str, Row]) -> None:
-        is_taken = {*rows} & {*self.process_group_pool} or name in self.device_mesh_pool
+    def _check_new(self, name: Any) -> None:
+        is_taken = name in self.process_group_pool or name in self.device_mesh_pool
         if is_taken or not isinstance(name, str) or not name:
             raise ValueError(
                 f"{shown(name)} is no text, or a name that rank {self.rank} has already: take "

@@ -12,7 +12,7 @@ from hypergrid.groups.creation import NOT_A_MEMBER
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.plan import Ranks
 
-Row: TypeAlias = tuple[tuple[str, ...], list[Ranks]]  # dims, and the members of every group
+Lists: TypeAlias = list[Ranks]  # the members of every group of one label
 
 
 class UniqueGroups:
@@ -27,35 +27,45 @@ class UniqueGroups:
         self._owner = owner
         self._groups: dict[tuple[str | None, Ranks], ProcessGroup] = {}
 
-    def missing(self, lists: Iterable[Ranks], backend: str | None) -> list[Ranks]:
-        """The lists whose groups were not created."""
-        return [ranks for ranks in lists if (backend, ranks) not in self._groups]
+    def missing(self, lists: Iterable[Ranks], backend: str | None) -> set[Ranks]:
+        """The members of each group that was not created."""
+        missing = set()
+        for ranks in lists:
+            if (backend, ranks) not in self._groups:
+                missing.add(ranks)
+        return missing
 
     def create(
-        self, rows: Mapping[str, Row], backend: str | None, proposal: Mapping[str, Any]
+        self,
+        lists_of: Mapping[str, Lists],
+        backend: str | None,
+        proposal: Mapping[str, Any],
     ) -> None:
-        """Create what is missing of the rows, by label; all or none. *Collective* over the grid.
+        """Create what is missing of the lists, by label; all or none. *Collective* over the grid.
 
         The ranks compare ``proposal`` first, and how many groups are missing.
         """
         rank = dist.get_rank()
+        missing: set[Ranks] = set()
+        for lists in lists_of.values():
+            missing |= self.missing(lists, backend)
+        proposal = {**proposal, "groups that are missing": len(missing)}
         groups = dict(self._groups)
-        count = 0
-        for _, lists in rows.values():
-            count += len(self.missing(lists, backend))
-        proposal = {**proposal, "groups that are missing": count}
         with self.grid.two_phase_commit(proposal, self._owner) as pool:
-            for label, (dims, lists) in rows.items():
-                missing = [ranks for ranks in lists if (backend, ranks) not in groups]
-                if not missing:
+            for label, lists in lists_of.items():
+                new = [ranks for ranks in lists if ranks in missing]
+                # A label behind may have some of them, too.
+                missing.difference_update(new)
+                if not new:
                     continue
                 own_ranks = {}
-                for ranks in missing:
+                for ranks in new:
+                    groups[backend, ranks] = NOT_A_MEMBER
                     if rank in ranks:
                         own_ranks[label] = ranks
-                created = pool.make(label, own_ranks, missing.copy, dims=dims, backend=backend)
-                for ranks in missing:
-                    groups[backend, ranks] = created[0] if rank in ranks else NOT_A_MEMBER
+                # One group or none: those of a label have no rank in common.
+                for group in pool.make(label, own_ranks, new.copy, backend=backend):
+                    groups[backend, own_ranks[label]] = group
         self._groups = groups
 
     def own(self, lists: Iterable[Ranks], backend: str | None) -> ProcessGroup:
@@ -66,12 +76,12 @@ class UniqueGroups:
                 return self._groups[backend, ranks]
         return NOT_A_MEMBER  # type: ignore[no-any-return]
 
-    def ranks_of(self, group: ProcessGroup) -> list[int] | None:
-        """The members of one of these groups of this rank; None of another."""
+    def ranks_of(self, group: ProcessGroup) -> list[int]:
+        """The members of one of these groups of this rank. KeyError for another."""
         for (_, ranks), known_group in self._groups.items():
             if known_group is group and group is not NOT_A_MEMBER:
                 return list(ranks)
-        return None
+        raise KeyError(group)
 
     def destroy(self) -> None:
         """Destroy every group. *Local*; they can be created again."""

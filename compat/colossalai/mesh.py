@@ -5,27 +5,26 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from math import prod
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from compat.colossalai.groups import UniqueGroups
+from compat.colossalai.groups import Lists, UniqueGroups
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.creation import plain_backend
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
-from hypergrid.plan import Ranks
 
 Axes: TypeAlias = int | Sequence[int]
 Indices: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 Coordinate: TypeAlias = tuple[int, ...]
 Mode: TypeAlias = Literal["raise", "wrap", "clip"]
+IndicesOfAxis: TypeAlias = dict[int, list[int]]
 
 
 class ProcessGroupMesh:
@@ -52,17 +51,20 @@ class ProcessGroupMesh:
                 f"ProcessGroupMesh{size} needs torch.distributed: call "
                 f"torch.distributed.init_process_group() first."
             )
+        # ColossalAI's product of no sizes raises the same.
         if not size:
             raise TypeError("ProcessGroupMesh() needs the size of at least one axis.")
-        ranks = prod(size)
         world_size = dist.get_world_size()
-        if ranks != world_size:
+        if prod(size) != world_size:
             raise AssertionError(
-                f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {ranks} ranks and "
+                f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {prod(size)} ranks and "
                 f"the world has {world_size}: the product of the sizes must be the world's size."
             )
-        self.grid = HyperCommGrid.over(_layout(size))
-        self._shape: Coordinate = self.grid.layout.sizes[::-1]
+        dims = [f"axis{axis}" for axis in range(len(size))]
+        # The layout's first dim is the fastest, and it is the mesh's last axis.
+        layout = RankLayout(tuple(dims[::-1]), size[::-1])
+        self.grid = HyperCommGrid.over(layout)
+        self._shape: Coordinate = layout.sizes[::-1]
         self._rank = dist.get_rank()
         self._coord = self.unravel(self._rank, self._shape)
         self._groups = UniqueGroups(self.grid, repr(self))
@@ -84,50 +86,44 @@ class ProcessGroupMesh:
         """The size of one axis, or of each."""
         if dim is None:
             return self._shape
-        return self._shape[self._axis(dim)]
+        return self._shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
         """The coordinate of this rank on one axis, or on each."""
         if dim is None:
             return self._coord
-        return self._coord[self._axis(dim)]
+        return self._coord[dim]
 
     @staticmethod
     def unravel(rank: int, shape: Sequence[int]) -> Coordinate:
         """The coordinate of ``rank``. ValueError if it is outside ``shape``."""
-        coordinate_of_dim = _layout(shape).coordinate(_whole(rank, "rank"))
-        # The layout's first dim is the fastest, and it is the mesh's last axis.
-        return tuple(coordinate_of_dim.values())[::-1]
+        return tuple(map(int, np.unravel_index(rank, shape)))
 
     @staticmethod
-    def ravel(coord: Sequence[int], shape: Sequence[int], mode: Mode = "raise") -> int:
+    def ravel(
+        coord: Sequence[int],
+        shape: Sequence[int],
+        mode: Mode = "raise",
+    ) -> int:
         """The rank at ``coord``, as ``numpy.ravel_multi_index``.
 
         Outside its axis a coordinate raises ValueError, or ``mode`` takes the remainder ("wrap"),
         or the nearest one inside ("clip").
         """
-        if mode not in get_args(Mode):
-            raise AssertionError(
-                f"invalid mode {shown(mode)} for coordinate {shown(coord)} of shape "
-                f"{shown(shape)}; allowed: {', '.join(get_args(Mode))}."
-            )
-        indices = [_whole(index, "coordinate") for index in coord]
-        try:
-            return int(np.ravel_multi_index(indices, tuple(shape), mode))
-        except ValueError as error:
-            raise ValueError(
-                f"coordinate {shown(coord)} does not fit the shape {shown(shape)}: {error}. Give "
-                f"one index for each axis, from 0 to its size less 1."
-            ) from None
+        if mode not in ("raise", "wrap", "clip"):
+            raise AssertionError(f"invalid mode {shown(mode)}; allowed: raise, wrap, clip.")
+        return int(np.ravel_multi_index(coord, shape, mode))
 
     @staticmethod
     def get_coords_along_axis(
-        base_coord: Sequence[int], axis: Axes, indices_at_axis: Indices
+        base_coord: Sequence[int],
+        axis: Axes,
+        indices_at_axis: Indices,
     ) -> list[Coordinate]:
         """``base_coord`` with each of the indices at the axis, or at each of several axes."""
-        axes, indices_of_axes = _listed(axis, indices_at_axis)
         coords = []
         # (7, 8, 9) at the axes 0 and 2, with the indices [1] and [2, 3]: (1, 8, 2), (1, 8, 3).
+        axes, indices_of_axes = _listed(axis, indices_at_axis)
         for indices in itertools.product(*indices_of_axes):
             coord = list(base_coord)
             for axis_number, index in zip(axes, indices, strict=True):
@@ -136,7 +132,10 @@ class ProcessGroupMesh:
         return coords
 
     def create_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self,
+        axis: Axes,
+        indices_at_axis: Indices | None = None,
+        backend: str | None = None,
     ) -> ProcessGroup:
         """Create the groups along an axis, or over several; returns the group of this rank.
 
@@ -144,8 +143,8 @@ class ProcessGroupMesh:
         exists, also over other axes and indices, nothing is created, and ranks may give different
         arguments. Otherwise their arguments must be equal.
 
-        Raises IndexError on an axis that does not exist or on no indices, ValueError on an index
-        that does not exist or on a repeat, both after the other ranks were told, or after a minute;
+        Raises IndexError on an axis that does not exist, ValueError on no indices, on one that
+        does not exist or on a repeat, both after the other ranks were told, or after a minute;
         AgreementError if ranks gave different arguments and not all of their groups exist;
         CreationError if a group could not be created, and then no rank keeps one.
 
@@ -167,7 +166,10 @@ class ProcessGroupMesh:
         return self._group(axis, indices_at_axis, backend, collective=True)
 
     def get_group_along_axis(
-        self, axis: Axes, indices_at_axis: Indices | None = None, backend: str | None = None
+        self,
+        axis: Axes,
+        indices_at_axis: Indices | None = None,
+        backend: str | None = None,
     ) -> ProcessGroup:
         """Return the groups along axes, as ``create_group_along_axis``; *local* if all exist.
 
@@ -177,123 +179,109 @@ class ProcessGroupMesh:
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
         """The global ranks of a group of this mesh. KeyError for another."""
-        ranks = self._groups.ranks_of(group)
-        if ranks is None:
-            raise KeyError(
-                f"{shown(group)} is not a group of this rank in {self!r}. For groups created "
-                f"elsewhere call torch.distributed.get_process_group_ranks()."
-            )
-        return ranks
+        return self._groups.ranks_of(group)
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy every group of this mesh. *Local*; they can be created again."""
         self._groups.destroy()
 
-    def _axis(self, axis: Any) -> int:
-        """The number of an axis, which may count from the end."""
-        count = len(self._shape)
-        number = _whole(axis, "axis")
-        if not -count <= number < count:
-            raise IndexError(
-                f"axis {number} does not exist in {self!r}: it has axes 0 to {count - 1}."
-            )
-        return number % count
-
-    def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> dict[int, list[int]]:
-        """The indices at each axis, both ascending."""
-        indices_of_axis = {}
-        axes, indices_of_axes = _listed(axis, indices_at_axis)
-        for number, indices in zip(map(self._axis, axes), indices_of_axes, strict=True):
-            if number in indices_of_axis:
-                raise ValueError(f"axes must not repeat, rank {self._rank} got {shown(axis)}.")
-            size = self._shape[number]
-            if indices is None:
-                indices = range(size)
-            is_repeating = len(set(indices)) < len(indices)
-            if not indices or is_repeating or not set(indices) <= set(range(size)):
-                error = ValueError if indices else IndexError
-                raise error(
-                    f"indices {shown(indices)} at axis {number} make no group in {self!r}: give "
-                    f"at least one of 0 to {size - 1}, each once."
-                )
-            indices_of_axis[number] = sorted(indices)
-        return dict(sorted(indices_of_axis.items()))
-
-    def _label(self, indices_of_axis: dict[int, list[int]], backend: str | None) -> str:
-        """In words which groups these are: ``axis0-axis2[0,1]/gloo``."""
-        parts = []
-        for axis, indices in indices_of_axis.items():
-            part = f"axis{axis}"
-            if len(indices) < self._shape[axis]:
-                part += str(indices).replace(" ", "")
-            parts.append(part)
-        label = "-".join(parts) or "alone"
-        if backend:
-            return f"{label}/{backend}"
-        return label
-
-    def _ranks(self, dims: tuple[str, ...], indices_of_axis: dict[int, list[int]]) -> list[Ranks]:
-        """The members of every group."""
-        layout = self.grid.layout
-        # Every group over whole axes has a rank in each cell of these axes. The indices pick the
-        # same cells of all: of axes of the sizes 2 and 4, [1] and [0, 3] pick the cells 4 and 7.
-        axis_sizes = [self._shape[axis] for axis in indices_of_axis]
-        cells = np.arange(layout.dim_size(dims)).reshape(axis_sizes)
-        picked_cells = cells[np.ix_(*indices_of_axis.values())].ravel()
-        return [tuple(ranks) for ranks in layout.groups(dims)[:, picked_cells].tolist()]
-
     def _group(
-        self, axis: Axes, indices_at_axis: Indices | None, backend: str | None, collective: bool
+        self,
+        axis: Axes,
+        indices_at_axis: Indices | None,
+        backend: str | None,
+        collective: bool,
     ) -> ProcessGroup:
-        with telling_others(lambda: self.grid.layout.ranks, patience=timedelta(minutes=1)):
-            indices_of_axis = self._indices(axis, indices_at_axis)
         layout = self.grid.layout
+        with telling_others(lambda: layout.ranks, patience=timedelta(minutes=1)):
+            indices_of_axis = self._indices(axis, indices_at_axis)
         backend = plain_backend(backend)
-        label = self._label(indices_of_axis, backend)
-        dims = tuple(f"axis{axis}" for axis in indices_of_axis)
-        lists = self._ranks(dims, indices_of_axis)
+        lists = self._ranks(indices_of_axis)
+        dims = [f"axis{axis}" for axis in indices_of_axis]
+        group_size = len(lists[0])
+        is_whole = group_size == layout.dim_size(dims)
         # Of other ranks' groups too: a rank that lacks none must wait for those that lack one.
         missing = self._groups.missing(lists, backend)
         if missing or collective:
-            proposal = {"mesh": self._shape, "group": label if missing else "one that exists"}
-            self._groups.create({label: (dims, lists)}, backend, proposal)
+            # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
+            label = "-".join(dims) or "alone"
+            if not is_whole:
+                label += f" at {list(indices_of_axis.values())}"
+            if backend:
+                label += f"/{backend}"
+            proposal = {
+                "mesh": self._shape,
+                "group": label if missing else "one that exists",
+            }
+            self._groups.create({label: lists}, backend, proposal)
         group = self._groups.own(lists, backend)
         # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
-        if dims and backend is None and len(lists[0]) == layout.dim_size(dims):
+        if dims and backend is None and is_whole:
             self.grid.hold(dims, group)
         return group
 
+    def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> IndicesOfAxis:
+        """The indices at each axis, both ascending."""
+        if indices_at_axis is None:
+            axis = [axis] if isinstance(axis, int) else axis
+            indices_at_axis = [range(self._shape[number]) for number in axis]
+        axes, indices_of_axes = _listed(axis, indices_at_axis)
+        indices_of_axis: IndicesOfAxis = {}
+        for number, indices in zip(axes, indices_of_axes, strict=True):
+            size = self._shape[number]  # IndexError if there is no such axis
+            axis_number = number % len(self._shape)  # -1 is the last one
+            different_indices = set(indices)
+            is_valid = (
+                bool(indices)
+                and len(different_indices) == len(indices)
+                and different_indices <= set(range(size))
+                and axis_number not in indices_of_axis
+            )
+            if not is_valid:
+                raise ValueError(
+                    f"indices {shown(indices)} at axis {number} make no group in {self!r}: give "
+                    f"each axis once, and of 0 to {size - 1} at least one, each once."
+                )
+            indices_of_axis[axis_number] = sorted(indices)
+        return dict(sorted(indices_of_axis.items()))
 
-def _layout(shape: Sequence[int]) -> RankLayout:
-    """The layout whose dims are the axes, the last and fastest one first."""
-    dims = [f"axis{axis}" for axis in range(len(shape))]
-    return RankLayout(tuple(dims[::-1]), tuple(shape)[::-1])
+    def _ranks(self, indices_of_axis: IndicesOfAxis) -> Lists:
+        """The members of every group."""
+        world = np.arange(self.grid.size)
+        ranks = world.reshape(self._shape)
+        group_size = 1
+        for axis, indices in indices_of_axis.items():
+            ranks = ranks.take(indices, axis)
+            group_size *= len(indices)
+        # Members differ on these axes alone: as the last ones, each group's ranks are neighbours.
+        axes = list(indices_of_axis)
+        last_axes = range(-len(axes), 0)
+        ranks = np.moveaxis(ranks, axes, last_axes)
+        groups = ranks.reshape(-1, group_size)
+        return [tuple(group) for group in groups.tolist()]
 
 
-def _listed(axis: Axes, indices_at_axis: Indices | None) -> tuple[list[int], list[Any]]:
-    """The axes and the indices at each, None for all; a caller may pass one axis or several."""
-    axes: Any = axis
-    indices_of_axes: Any = indices_at_axis
+def _listed(
+    axis: Axes,
+    indices_at_axis: Any,
+) -> tuple[list[int], list[list[int]]]:
+    """The axes and the indices at each; a caller may pass one axis or several."""
     if not isinstance(axis, Iterable):
-        axes = [axis]
-        indices_of_axes = [indices_at_axis]
-    numbers = [_whole(number, "axis") for number in axes]
-    if indices_at_axis is None:
-        return numbers, [None] * len(numbers)
-    if len(numbers) != len(indices_of_axes):
+        axis = [axis]
+        indices_at_axis = [indices_at_axis]
+    if len(axis) != len(indices_at_axis):
         raise ValueError(
-            f"{len(numbers)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give "
-            f"one list for each axis."
+            f"{len(axis)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give one "
+            f"list for each axis."
         )
-    whole_indices = []
-    for indices in indices_of_axes:
-        whole_indices.append([_whole(index, "index") for index in indices])
-    return numbers, whole_indices
+    indices_of_axes = []
+    for indices in indices_at_axis:
+        indices_of_axes.append([_whole(index) for index in indices])
+    return list(axis), indices_of_axes
 
 
-def _whole(value: Any, role: str) -> int:
-    # True and False are whole numbers to Python.
-    if not isinstance(value, bool):
-        with suppress(TypeError):
-            return operator.index(value)
-    raise AssertionError(f"{role} must be a whole number, got {shown(value)}.")
+def _whole(index: Any) -> int:
+    try:
+        return operator.index(index)
+    except TypeError:
+        raise AssertionError(f"an index must be a whole number, got {shown(index)}.") from None

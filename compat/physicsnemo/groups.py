@@ -2,102 +2,97 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from compat.physicsnemo.tree import GroupNode, Placement
+from compat.physicsnemo.tree import ProcessGroupConfig
 from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import LayoutError, RankLayout, span_of
+from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.policy import Policy
 
 OWNER = "DistributedManager"
-# By the name of a group: the ranks of all groups of that name, and the dims that they are over.
-Ranks: TypeAlias = dict[str, list[list[int]]]
-DimsOf: TypeAlias = dict[str, tuple[str, ...]]
+Lists: TypeAlias = list[list[int]]  # the ranks of all groups of one name
 
 
-def groups_over(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
-    """All groups over ``dims``, which decides what a later cut of them gives.
-
-    Members run through the dims from the first of ``dims`` on, and around the layout's end.
-    """
-    first = 0
-    if dims:
-        first = layout.dims.index(dims[0])
-    # Over b of (a, b, c) members follow each other along b, and groups along c, then along a.
-    from_first = layout.dims[first:] + layout.dims[:first]
-    inside_first = sorted(from_first, key=lambda dim: dim not in dims)
-    in_order = layout.groups(inside_first, as_given=True)
-    return in_order.reshape(-1, layout.dim_size(dims)).tolist()
+def cut(parents: Lists, size: int) -> Lists:
+    """Cut each of the groups into groups of ``size``. AssertionError if that is impossible."""
+    parent_size = len(parents[0])
+    if size < 1 or parent_size % size:
+        raise AssertionError(
+            f"groups of {parent_size} ranks cannot be cut into groups of {size}: choose a size "
+            f"that divides {parent_size}."
+        )
+    lists: Lists = np.reshape(parents, (-1, size)).tolist()
+    return lists
 
 
-def orthogonal_name(node: GroupNode) -> str:
-    """The name of its orthogonal group; upstream's if it has none."""
-    return node.orthogonal_group or f"__orthogonal_to_{node.name}"
+def orthogonal(groups: Lists) -> Lists:
+    """The first members of all the groups, the second members, and so on."""
+    lists: Lists = np.transpose(groups).tolist()
+    return lists
 
 
-def of_tree(placement: Placement, nodes: Iterable[GroupNode]) -> tuple[DimsOf, Ranks]:
-    """For each group of ``nodes`` and each orthogonal to one, by name: its dims, and all ranks."""
-    dims_of = DimsOf()
-    ranks_of = Ranks()
-    for node in nodes:
-        node_dims = placement.dims(node.name)
-        node_ranks = groups_over(placement.layout, node_dims)
-        # An orthogonal group may have the name of a node: both are over the same dims.
-        dims_of.setdefault(node.name, node_dims)
-        ranks_of.setdefault(node.name, node_ranks)
-        orthogonal = orthogonal_name(node)
-        dims_of.setdefault(orthogonal, placement.orthogonal(node.name))
-        # Upstream groups the first members of all groups, the second ones ...
-        ranks_of.setdefault(orthogonal, np.transpose(node_ranks).tolist())
-    return dims_of, ranks_of
+def of_tree(config: ProcessGroupConfig, world_size: int) -> dict[str, Lists]:
+    """All groups of each node and all orthogonal to one, by name, in upstream's order."""
+    lists_of: dict[str, Lists] = {}
+
+    def add(name: str, groups: Lists) -> None:
+        # Orthogonal to "model" in "model x data" may be "data", which is a node too.
+        if sorted(lists_of.setdefault(name, groups)) != sorted(groups):
+            raise AssertionError(
+                f"two groups of the tree have the name {name!r} and other ranks: {groups[:4]} "
+                f"and {lists_of[name][:4]}. Take another name for one of them."
+            )
+
+    add(config.root_id, cut([list(range(world_size))], config.root.size or 0))
+    add(config.root.orthogonal_name, orthogonal(lists_of[config.root_id]))
+    for name in config.breadth_first():
+        # Each child is cut from the ranks that differ in nothing that the child before is over.
+        remaining = lists_of[name]
+        for child in config.children(name):
+            add(child.name, cut(remaining, child.size or 0))
+            remaining = orthogonal(lists_of[child.name])
+            add(child.orthogonal_name, remaining)
+    return lists_of
 
 
-def create(grid: HyperCommGrid, ranks_of: Ranks, dims_of: DimsOf) -> dict[str, ProcessGroup]:
+def create(grid: HyperCommGrid, lists_of: dict[str, Lists]) -> dict[str, ProcessGroup]:
     """Create groups of all names, or none; ``grid`` owns them. *Collective*."""
-    proposal: dict[str, Any] = {"layout": repr(grid.layout)}
-    for name, all_ranks in ranks_of.items():
-        # A few for the message where ranks differ; the digest is of all.
-        proposal[f"group {name}"] = [span_of(ranks) for ranks in all_ranks[:8]]
-    proposal["plan"] = hashlib.sha256(repr(ranks_of).encode()).hexdigest()
-    own_rank = dist.get_rank()
+    proposal = {f"group {name}": lists for name, lists in lists_of.items()}
     groups = {}
     with grid.two_phase_commit(proposal, OWNER) as pool:
-        for name, all_ranks in ranks_of.items():
-            (own_ranks,) = (ranks for ranks in all_ranks if own_rank in ranks)
-            members = {name: tuple(sorted(own_ranks))}
-            dims = dims_of.get(name, ())
-            (groups[name],) = pool.make(name, members, all_ranks.copy, dims=dims)
+        for name, lists in lists_of.items():
+            (own_ranks,) = (ranks for ranks in lists if dist.get_rank() in ranks)
+            (groups[name],) = pool.make(name, {name: tuple(sorted(own_ranks))}, lists.copy)
     return groups
 
 
-def mesh_layout(shape: Sequence[int], names: Sequence[str], world_size: int) -> RankLayout:
+def mesh_layout(shape: Sequence[int], names: Sequence[str]) -> RankLayout:
     """A mesh's layout, its last dim fastest, with -1 replaced. RuntimeError if it is invalid."""
-    invalid = f"a mesh of {tuple(shape)} named {tuple(names)} is invalid"
-    # (2, -1, 2) in a world of 8: 8 / (2 * 2) = 2 in place of the -1.
-    known_product = prod(size for size in shape if size != -1)
-    remaining = world_size // max(known_product, 1)
+    world_size = dist.get_world_size()
     sizes = list(shape)
     if -1 in sizes:
-        sizes[sizes.index(-1)] = remaining
+        # (2, -1, 2) in a world of 8: 8 / (2 * 2) = 2 in place of the -1.
+        known_product = prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = world_size // max(known_product, 1)
+    invalid = f"a mesh of {tuple(shape)} named {tuple(names)} is invalid"
     try:
         layout = RankLayout(tuple(names)[::-1], tuple(sizes)[::-1])
     except LayoutError as error:
         raise RuntimeError(f"{invalid}: {error}") from None
     if layout.size != world_size or not sizes:
         raise RuntimeError(
-            f"{invalid}: there must be at least one size, at most one of them -1, and they must "
-            f"multiply to the world's {world_size} ranks."
+            f"{invalid}: its sizes, of which one may be -1, must multiply to the world's "
+            f"{world_size} ranks."
         )
     return layout
 
@@ -105,17 +100,14 @@ def mesh_layout(shape: Sequence[int], names: Sequence[str], world_size: int) -> 
 def create_mesh(layout: RankLayout, device_type: str) -> tuple[HyperCommGrid, DeviceMesh]:
     """A mesh over the groups of a new grid, which owns them. *Collective* over the job."""
     grid = HyperCommGrid.over(layout)
-    try:
-        # A mesh of one dim has the default group, as torch's own.
-        if len(layout.dims) == 1:
-            grid.hold(layout.dims, dist.group.WORLD)
-        else:
-            for dim in layout.dims:
-                grid.create_pg((dim,))
-        return grid, grid.device_mesh(device_type=device_type)
-    except BaseException:
-        grid.destroy()
-        raise
+    # A mesh of one dim has the default group, as torch's own.
+    groups = dict.fromkeys(layout.dims, dist.group.WORLD)
+    if len(layout.dims) > 1:
+        lists_of: dict[str, Lists] = {dim: layout.groups(dim).tolist() for dim in layout.dims}
+        groups = create(grid, lists_of)
+    for dim, group in groups.items():
+        grid.hold((dim,), group)
+    return grid, grid.device_mesh(device_type=device_type)
 
 
 def create_flattened(mesh: DeviceMesh) -> tuple[GroupPool, ProcessGroup]:

@@ -9,28 +9,12 @@ OVERRIDES = (
     "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
     "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
 )
-# By method: the argument of DistributedManager.setup() that each of its variables gives.
-_VARIABLES = {
-    "ENV": {
-        "rank": "RANK",
-        "world_size": "WORLD_SIZE",
-        "local_rank": "LOCAL_RANK",
-        "addr": "MASTER_ADDR",
-        "port": "MASTER_PORT",
-    },
-    "SLURM": {
-        "rank": "SLURM_PROCID",
-        "world_size": "SLURM_NPROCS",
-        "local_rank": "SLURM_LOCALID",
-        "addr": "SLURM_LAUNCH_NODE_IPADDR",
-    },
-    "OPENMPI": {
-        "rank": "OMPI_COMM_WORLD_RANK",
-        "world_size": "OMPI_COMM_WORLD_SIZE",
-        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-    },
+# By method: the variables of the rank, the world's size and the rank on the host.
+_NUMBERS = {
+    "ENV": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "SLURM": ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"),
+    "OPENMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
-_PER_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
 def method() -> str | None:
@@ -41,61 +25,45 @@ def method() -> str | None:
     """
     for override in OVERRIDES:
         name = os.environ.get(override)
-        if name in _VARIABLES:
+        if name in _NUMBERS:
             return name
         if name:
             raise RuntimeError(
-                f"invalid {override}={name!r}; allowed: {', '.join(_VARIABLES)}. Unset it to "
-                f"take the first method whose variables are set."
+                f"invalid {override}={name!r}; allowed: {', '.join(_NUMBERS)}. Unset it to take "
+                f"the first method whose variables are set."
             )
-    if not _missing("ENV"):
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         return "ENV"
     for name in ("SLURM", "OPENMPI"):
-        if _VARIABLES[name]["rank"] in os.environ:
+        if _NUMBERS[name][0] in os.environ:
             return name
     return None
 
 
-def missing() -> str:
-    """For each method, which of its variables are not set."""
-    return "; ".join(f"{name} lacks {', '.join(_missing(name))}" for name in _VARIABLES)
-
-
-def arguments(name: str) -> dict[str, Any]:
-    """The arguments of ``DistributedManager.setup`` that this method's variables give.
-
-    Raises ValueError if a variable other than LOCAL_RANK is not set, or is not a whole number
-    where it should be one.
-    """
-    for variable in _missing(name):
+def required(variable: str) -> str:
+    """The value of a variable. ValueError if it is not set."""
+    if variable not in os.environ:
         raise ValueError(
-            f"{variable} is not set, and initialisation by {name} needs it: start the script with "
-            f"the launcher that sets it, or choose another method with {OVERRIDES[0]}."
+            f"{variable} is not set, and this initialisation needs it: start the script with the "
+            f"launcher that sets it, or choose another method with {OVERRIDES[0]}."
         )
-    values: dict[str, Any] = {"method": name.lower()}
-    for argument, variable in _VARIABLES[name].items():
-        text = os.environ.get(variable)
-        if text is None:
+    return os.environ[variable]
+
+
+def numbers(method: str) -> dict[str, Any]:
+    """The arguments of ``DistributedManager.setup`` that are numbers, as the launcher gives them.
+
+    Raises ValueError if a variable other than LOCAL_RANK is not set, or is no whole number.
+    """
+    values: dict[str, Any] = {}
+    arguments = ("rank", "world_size", "local_rank")
+    for argument, variable in zip(arguments, _NUMBERS[method], strict=True):
+        # Without LOCAL_RANK the devices of a host are taken in turn.
+        if variable == "LOCAL_RANK" and variable not in os.environ:
             continue
-        values[argument] = text
-        if argument not in ("addr", "port"):
-            try:
-                values[argument] = int(text)
-            except ValueError:
-                raise ValueError(f"{variable}={text!r} is not a whole number.") from None
+        text = required(variable)
+        try:
+            values[argument] = int(text)
+        except ValueError:
+            raise ValueError(f"{variable}={text!r} is not a whole number.") from None
     return values
-
-
-def _missing(name: str) -> list[str]:
-    # Without LOCAL_RANK the devices of a host are taken in turn.
-    present = {"LOCAL_RANK", *os.environ}
-    return [variable for variable in _VARIABLES[name].values() if variable not in present]
-
-
-def ranks_per_host() -> int | None:
-    """The number of ranks on each host, if the launcher says it."""
-    for variable in _PER_HOST:
-        text = os.environ.get(variable, "")
-        if text.isdecimal():
-            return int(text)
-    return None

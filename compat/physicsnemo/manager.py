@@ -17,12 +17,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from compat.physicsnemo import groups, launch
-from compat.physicsnemo.tree import OPEN, GroupNode, GroupTree
+from compat.physicsnemo.tree import ProcessGroupConfig, ProcessGroupNode
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import RankLayout
-from hypergrid.topology import Hosts
 
 
 class PhysicsNeMoUndefinedGroupError(Exception):
@@ -73,7 +71,7 @@ class DistributedManager:
     _device: torch.device
     _groups: dict[str, ProcessGroup]
     _group_names: dict[ProcessGroup, str]
-    _group_ranks: groups.Ranks
+    _group_ranks: dict[str, groups.Lists]
     _mesh_dims: dict[str, int]
     _mesh_groups: dict[DeviceMesh, ProcessGroup]
     _owners: list[HyperCommGrid | GroupPool]
@@ -168,8 +166,6 @@ class DistributedManager:
         """The name of ``group``; None for None. Raises KeyError if it was not created here."""
         if group is None:
             return None
-        if group not in self._group_names:
-            raise KeyError(f"{group} was not created here. These were: {list(self.group_names)}.")
         return self._group_names[group]
 
     # Start and end.
@@ -199,32 +195,47 @@ class DistributedManager:
             warnings.warn("DistributedManager is already initialised.", stacklevel=2)
             return
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        addr = os.environ.get("MASTER_ADDR", "localhost")
+        port = os.environ.get("MASTER_PORT", "12355")
         method = launch.method()
-        if method is None:
+        if method == "ENV":
+            DistributedManager.initialize_env()
+        elif method == "SLURM":
+            DistributedManager.initialize_slurm(port)
+        elif method == "OPENMPI":
+            DistributedManager.initialize_open_mpi(addr, port)
+        else:
             warnings.warn(
-                f"no launcher was found, so this is a job of a single process: {launch.missing()}.",
+                "no variables of torchrun, SLURM or OpenMPI were found, so this is a job of a "
+                "single process.",
                 stacklevel=2,
             )
             DistributedManager._shared_state["_is_initialized"] = True
-        else:
-            port = os.environ.get("MASTER_PORT", "12355")
-            _join(method, addr=os.environ.get("MASTER_ADDR", "localhost"), port=port)
         np.random.seed(seed=DistributedManager().rank)
 
     @staticmethod
     def initialize_env() -> None:
         """Join from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
-        _join("ENV")
+        numbers = launch.numbers("ENV")
+        addr = launch.required("MASTER_ADDR")
+        port = launch.required("MASTER_PORT")
+        backend = DistributedManager.get_available_backend()
+        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend)
 
     @staticmethod
     def initialize_slurm(port: str) -> None:
         """Join from SLURM's variables."""
-        _join("SLURM", port=port)
+        numbers = launch.numbers("SLURM")
+        addr = launch.required("SLURM_LAUNCH_NODE_IPADDR")
+        backend = DistributedManager.get_available_backend()
+        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend, method="slurm")
 
     @staticmethod
     def initialize_open_mpi(addr: str, port: str) -> None:
         """Join from OpenMPI's variables."""
-        _join("OPENMPI", addr=addr, port=port)
+        numbers = launch.numbers("OPENMPI")
+        backend = DistributedManager.get_available_backend()
+        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend, method="openmpi")
 
     @staticmethod
     def setup(
@@ -314,14 +325,8 @@ class DistributedManager:
             manager._check_new(name, AssertionError)
             parents = [list(range(manager.world_size))]
             if group_name:
-                parents = manager._ranks_of(group_name, KeyError, f"the parent of {name!r}")
-            parent_size = len(parents[0])
-            if size < 1 or parent_size % size:
-                raise AssertionError(
-                    f"groups of {parent_size} ranks cannot be cut into groups of {size}: "
-                    f"{parent_size} / {size} leaves a remainder. Choose a size that divides it."
-                )
-            ranks = np.reshape(parents, (-1, size)).tolist()
+                parents = manager._ranks_of(group_name, KeyError)
+            ranks = groups.cut(parents, size)
         manager._create({name: ranks}, verbose)
 
     @staticmethod
@@ -335,14 +340,13 @@ class DistributedManager:
         AgreementError as ``create_process_subgroup``.
         """
         with _checking() as manager:
-            role = f"to which {orthogonal_group_name!r} is to be orthogonal"
-            ranks = manager._ranks_of(group_name, ValueError, role)
+            ranks = manager._ranks_of(group_name, ValueError)
             manager._check_new(orthogonal_group_name, ValueError)
-        manager._create({orthogonal_group_name: np.transpose(ranks).tolist()}, verbose)
+        manager._create({orthogonal_group_name: groups.orthogonal(ranks)}, verbose)
 
     @staticmethod
     def create_group_from_node(
-        node: GroupNode, parent: str | None = None, verbose: bool = False
+        node: ProcessGroupNode, parent: str | None = None, verbose: bool = False
     ) -> str:
         """Create a node's group inside ``parent``, and its orthogonal group, whose name it gives.
 
@@ -353,57 +357,48 @@ class DistributedManager:
                 f"{node.name!r} has no size: call set_leaf_group_sizes() on its tree first."
             )
         DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
-        orthogonal = groups.orthogonal_name(node)
-        DistributedManager.create_orthogonal_process_group(orthogonal, node.name, verbose)
-        return orthogonal
+        orthogonal_name = node.orthogonal_name
+        DistributedManager.create_orthogonal_process_group(orthogonal_name, node.name, verbose)
+        return orthogonal_name
 
     @staticmethod
-    def create_groups_from_config(
-        config: GroupTree[Any], verbose: bool = False, *, hosts: Hosts | None = None
-    ) -> HyperCommGrid:
+    def create_groups_from_config(config: ProcessGroupConfig, verbose: bool = False) -> None:
         """Create the groups of all nodes of a tree, and those orthogonal to them.
 
         *Collective* over the job. Each node's group has its name. The one orthogonal to it, in
-        the world, has the name that the node gives it, else ``__orthogonal_to_NAME``. Returns the
-        grid whose dims are the leaves and whose groups are these. Raises AssertionError if a name
-        is taken, a leaf has no size, sizes do not divide the world, or a node cannot stay inside a
-        host; AgreementError if another rank has another tree.
+        the world, has the name that the node gives it, else ``__orthogonal_to_NAME``. Raises
+        AssertionError if a name is taken, a node has no size, or sizes do not divide the world;
+        AgreementError if another rank has another tree.
 
         Parameters
         ----------
         config : ProcessGroupConfig
-            Its leaf of size -1, if there is one, gets the size that is left.
+            The first leaf's ranks are adjacent; leaves are ordered depth first.
         verbose : bool
             Print the ranks of each group, at rank 0.
-        hosts : optional
-            As for ``hypergrid.Topology``; by default what the launcher says. Asked for only
-            where a node is to stay inside a host.
         """
         with _checking() as manager:
-            node_names = config.breadth_first()
-            nodes = [config.get_node(name) for name in node_names]
-            if hosts is None and any(node.within for node in nodes):
-                hosts = launch.ranks_per_host()
-            placement = config.place(manager.world_size, hosts=hosts)
-            dims_of, ranks_of = groups.of_tree(placement, nodes)
+            ranks_of = groups.of_tree(config, manager.world_size)
             for name in ranks_of:
                 manager._check_new(name, AssertionError)
-            grid = HyperCommGrid.over(placement.layout)
-        manager._create(ranks_of, verbose, grid, dims_of)
-        # Nodes first: of several groups over the same dims get_pg() returns the one held first.
-        for name in [*node_names, *ranks_of]:
-            grid.hold(dims_of[name], manager.group(name))
-        for name in config.leaf_groups():
-            if config.get_node(name).size == OPEN:
-                config.set_leaf_group_sizes({name: placement.size(name)})
-        return grid
+        manager._create(ranks_of, verbose)
 
     @staticmethod
     def create_process_groups(
-        config: GroupTree[Any], topology_mapping: Hosts | None = None, verbose: bool = False
-    ) -> HyperCommGrid:
-        """``create_groups_from_config`` as Modulus' pull request 153 has it."""
-        return DistributedManager.create_groups_from_config(config, verbose, hosts=topology_mapping)
+        config: ProcessGroupConfig, topology_mapping: None = None, verbose: bool = False
+    ) -> None:
+        """``create_groups_from_config`` as Modulus' pull request 153 has it.
+
+        Raises ValueError on a ``topology_mapping``: the order of the tree decides which ranks are
+        adjacent.
+        """
+        with _checking():
+            if topology_mapping is not None:
+                raise ValueError(
+                    "topology_mapping must be None: ranks are placed in the order of the tree. "
+                    "Add the node first whose ranks are to be adjacent."
+                )
+        DistributedManager.create_groups_from_config(config, verbose)
 
     # The mesh.
 
@@ -444,7 +439,7 @@ class DistributedManager:
         no torch.distributed.
         """
         with _checking() as manager:
-            layout = groups.mesh_layout(mesh_shape, mesh_dim_names, manager.world_size)
+            layout = groups.mesh_layout(mesh_shape, mesh_dim_names)
         grid, mesh = groups.create_mesh(layout, "cuda" if manager.cuda else "cpu")
         manager._owners.append(grid)
         manager._mesh_dims = dict(zip(layout.dims[::-1], layout.sizes[::-1], strict=True))
@@ -468,22 +463,14 @@ class DistributedManager:
         if name in self._groups:
             raise error(f"the group {name!r} exists already. Choose another name.")
 
-    def _ranks_of(self, name: str, error: type[Exception], role: str) -> list[list[int]]:
+    def _ranks_of(self, name: str, error: type[Exception]) -> groups.Lists:
         if name not in self._groups:
-            existing = list(self._groups) or "none"
-            raise error(f"there is no group {name!r}, {role}. Existing groups: {existing}.")
+            raise error(f"there is no group {name!r}. Existing groups: {list(self._groups)}.")
         return self._group_ranks[name]
 
-    def _create(
-        self,
-        ranks_of: groups.Ranks,
-        verbose: bool,
-        grid: HyperCommGrid | None = None,
-        dims_of: groups.DimsOf | None = None,
-    ) -> None:
-        if grid is None:
-            grid = HyperCommGrid.over(RankLayout(("world",), (self.world_size,)))
-        new_groups = groups.create(grid, ranks_of, dims_of or {})
+    def _create(self, ranks_of: dict[str, groups.Lists], verbose: bool) -> None:
+        grid = HyperCommGrid([self.world_size], ["world"])
+        new_groups = groups.create(grid, ranks_of)
         self._owners.append(grid)
         self._groups.update(new_groups)
         self._group_ranks.update(ranks_of)
@@ -492,11 +479,6 @@ class DistributedManager:
         if verbose and self.rank == 0:
             for name, all_ranks in ranks_of.items():
                 print(f"{name}:", *all_ranks, sep="\n    ")
-
-
-def _join(method: str, **defaults: Any) -> None:
-    arguments = {**defaults, **launch.arguments(method)}
-    DistributedManager.setup(**arguments, backend=DistributedManager.get_available_backend())
 
 
 @contextmanager

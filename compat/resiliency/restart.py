@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 import hypergrid
-from compat.resiliency.replicas import NoReplicaError, Replicas
-from compat.resiliency.survivors import forget_life, meet_survivors
+from compat.resiliency.replicas import NoReplicaError, active_processes
+from compat.resiliency.survivors import meet_survivors
 from hypergrid.groups import closing, gloo
 from hypergrid.layout import RankLayout
-from hypergrid.messages import install_command, one_line
-from hypergrid.topology import Topology
+from hypergrid.messages import install_command
 
 try:
     from nvidia_resiliency_ext import inprocess
@@ -119,9 +118,6 @@ class Initialize(_Initialize):
         world_size = state.active_world_size
         store = dist.PrefixStore(f"{_LIVES}/{state.iteration}", self.store)
         meet_survivors(store, range(world_size), rank, self.timeout)
-        # All ranks are in this iteration, so none of them reads the keys of the last but one.
-        if rank == 0:
-            forget_life(self.store, f"{_LIVES}/{state.iteration - 2}/")
         with gloo.connecting():  # reads of the store are batched
             dist.init_process_group(
                 store=store, rank=rank, world_size=world_size, timeout=self.timeout, **self.options
@@ -133,14 +129,14 @@ class Initialize(_Initialize):
 class WholeReplicas(RankAssignment):
     """Keeps the largest number of whole model replicas, and the other processes in reserve.
 
-    It assigns ranks and activates them, so it stands alone as ``rank_assignment``. Spares take the
-    holes of their host first, see ``compat.resiliency.replicas.Replicas``. *Collective* in its
-    first call, in which each process tells its host through NVRx's store; else *local*.
+    It assigns ranks and activates them, so it stands alone as ``rank_assignment``. Which process
+    has which rank: see ``compat.resiliency.replicas.active_processes``. *Collective* in its first
+    call, in which each process tells its host through NVRx's store; else *local*.
 
     Parameters
     ----------
     layout : RankLayout
-        The layout of all active ranks before any loss; other processes are spares.
+        The layout of all active ranks before any loss, with a dim "dp"; other processes are spares.
     accepts : function
         Whether a number of replicas can train; such as ``lambda n: 96 % n == 0``.
 
@@ -155,26 +151,27 @@ class WholeReplicas(RankAssignment):
         layout: RankLayout,
         accepts: Callable[[int], bool] = lambda count: True,
     ) -> None:
+        if layout.offset or "dp" not in layout.dims:
+            raise ValueError(f"{layout} must begin at rank 0 and have a dim 'dp'.")
         self._layout = layout
         self._accepts = accepts
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         state = ctx.state
+        # The wrapped function begins, and NVRx's ranks are those that the launcher gave.
+        if state.mode is inprocess.Mode.INITIALIZED:
+            self._hosts = _hosts_of_processes(ctx)
+            self._processes = list(range(state.world_size))
+        lost = {self._processes[rank] for rank in ctx.terminated_ranks}
+        if state.initial_rank in lost:
+            raise RankDiscarded(f"process {state.initial_rank} is lost")
+        alive = sorted(set(self._processes) - lost)
         try:
-            # The wrapped function begins, and NVRx's ranks are those that the launcher gave.
-            if state.mode is inprocess.Mode.INITIALIZED:
-                topology = Topology(self._layout, _hosts_of_processes(ctx))
-                self._replicas = Replicas.first(topology, self._accepts)
-                self._processes = tuple(range(state.world_size))
-            lost = {self._processes[rank] for rank in ctx.terminated_ranks}
-            if state.initial_rank in lost:
-                raise RankDiscarded(f"process {state.initial_rank} is lost")
-            self._replicas = self._replicas.without(lost)
+            active = active_processes(self._layout, self._hosts, alive, self._accepts)
         except NoReplicaError as error:
             raise RestartAbort(str(error)) from error
-        active = self._replicas.active
         # NVRx's ranks of the next iteration: the active ones first.
-        self._processes = (*active, *self._replicas.reserves)
+        self._processes = active + [process for process in alive if process not in active]
         ctx.state = dataclasses.replace(
             state,
             rank=self._processes.index(state.initial_rank),
@@ -188,7 +185,7 @@ def _hosts_of_processes(ctx: RankAssignmentCtx) -> list[str]:
     keys = [f"hypergrid/host/{process}" for process in range(ctx.state.world_size)]
     ctx.store.set(keys[ctx.state.rank], socket.gethostname())
     ctx.store.wait(keys, _PATIENCE)
-    return [one_line(name.decode()) for name in ctx.store.multi_get(keys)]
+    return [name.decode() for name in ctx.store.multi_get(keys)]
 
 
 def _agent_store(timeout: timedelta) -> dist.Store:

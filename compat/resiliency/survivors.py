@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.commit import Phase
-from hypergrid.agreement.store import abortable, forget
+from hypergrid.agreement.store import abortable
 from hypergrid.errors import AgreementError
 from hypergrid.messages import in_words
 
@@ -43,10 +41,3 @@ def meet_survivors(store: Store, ranks: Sequence[int], rank: int, timeout: timed
             raise AgreementError(f"rank {rank} lost the store: {in_words(error)}") from error
     if outcome != _ALL_ARRIVED:
         raise AgreementError(outcome)
-
-
-def forget_life(store: Any, prefix: str) -> None:
-    """Delete the keys that begin with ``prefix``, if the store can list its keys."""
-    with suppress(AttributeError, RuntimeError):
-        keys = [key for key in store.list_keys() if key.startswith(prefix)]
-        forget(store, *keys)

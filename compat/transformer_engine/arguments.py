@@ -39,9 +39,9 @@ def tp_args(source: GroupSource, *, expert: bool = False) -> dict[str, Any]:
         view = "expert" if expert else None
         group = _group_of_grid(source, "tp", view)
     elif expert:
-        group = _state(source).get_expert_tensor_parallel_group()
+        group = source.get_expert_tensor_parallel_group()
     else:
-        group = _state(source).get_tensor_model_parallel_group()
+        group = source.get_tensor_model_parallel_group()
     return {"tp_group": group, "tp_size": group.size()}
 
 
@@ -78,17 +78,16 @@ def cp_args(source: GroupSource, comm_type: str = "p2p") -> dict[str, Any]:
             group = _group_of_grid(source, "-".join(dims))
         ranks = core_of(source).layout.group(dist.get_rank(), dims)
     else:
-        state = _state(source)
-        group = state.get_context_parallel_group()
+        group = source.get_context_parallel_group()
         if is_hierarchical:
-            group = state.get_hierarchical_context_parallel_groups()
+            group = source.get_hierarchical_context_parallel_groups()
             if len(group) != 2:
                 raise ValueError(
                     f"Transformer Engine takes two levels of context parallelism, a2a and p2p, "
                     f"and this state has {len(group)}: initialise it with two "
                     f"hierarchical_context_parallel_sizes."
                 )
-        ranks = list(state.get_context_parallel_global_ranks())
+        ranks = list(source.get_context_parallel_global_ranks())
     return {"cp_group": group, "cp_global_ranks": ranks, "cp_comm_type": comm_type}
 
 
@@ -99,7 +98,7 @@ def amax_group(source: GroupSource, tp_only: bool = False) -> ProcessGroup:
     which means the world to it: ValueError if the grid has none of these dims.
     """
     if not isinstance(source, AnyGrid):
-        return _state(source).get_amax_reduction_group(True, tp_only_amax_red=tp_only)
+        return source.get_amax_reduction_group(True, tp_only_amax_red=tp_only)
     names = "tp-cp-a2a-p2p"
     if not tp_only:
         names += "-dp"
@@ -122,12 +121,3 @@ def _group_of_grid(grid: AnyGrid, dims: str, view: str | None = None) -> Process
     if group is None:
         raise RuntimeError(f"rank {dist.get_rank()} is outside {grid}: it has no groups.")
     return group
-
-
-def _state(source: Any) -> ParallelState:
-    if not hasattr(source, "get_amax_reduction_group"):
-        raise TypeError(
-            f"groups come from a HyperCommGrid or a ParallelState, not from a "
-            f"{type(source).__name__}."
-        )
-    return source  # type: ignore[no-any-return]

@@ -4,5 +4,5 @@
 scripts: ``plan.js`` (arithmetic), ``elements.js`` (data, state, building blocks), ``board.js`` (the
 grid), ``panel.js`` (the side panel), ``page.js`` (events). ``job`` puts a recording on it.
 ``picture`` draws PNG, SVG or PDF with matplotlib, ``terminal`` a table of text; both draw what
-``hosts.ranks_by_host`` returns. ``diff`` compares two plans, or a plan with a dump.
+``hosts.ranks_by_host`` returns. ``diff`` compares two plans.
 """

@@ -1,31 +1,14 @@
-"""Two plans, or a plan and a job's live groups: which ranks move, which groups change members."""
+"""Two plans: which ranks move, which groups change members, which weights are cut anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
-from hypergrid.layout import RankLayout, span_of
-from hypergrid.messages import few, one_line
+from hypergrid.layout import RankLayout
 from hypergrid.plan import GroupPlan
-
-
-class LiveGroup(TypedDict):
-    """A group of a dump: without a label it is outside code's, or the default one."""
-
-    label: str | None
-    ranks: list[int]
-
-
-class Dump(TypedDict):
-    """The compared fields of ``hypergrid.dump``; without process groups there is no rank."""
-
-    pid: int
-    rank: int | None
-    groups: list[LiveGroup]
 
 
 @dataclass(frozen=True)
@@ -99,94 +82,74 @@ def difference(
     common = range(start, stop)
     moved: list[Moved] = []
     resharded: list[Resharded] = []
-    for name, dims in shards.items():
+    for name, weight_dims in shards.items():
         old = before.layouts[name]
         new = after.layouts[name]
-        old_cut = tuple(old.size_of(dim) for dim in dims)
-        new_cut = tuple(new.size_of(dim) for dim in dims)
+        old_cut = tuple(old.size_of(dim) for dim in weight_dims)
+        new_cut = tuple(new.size_of(dim) for dim in weight_dims)
         # Whether each rank holds another part of the weights: all do, if these are cut anew.
         part_differs = np.full(len(common), old_cut != new_cut)
         for dim in dict.fromkeys((*old.dims, *new.dims)):
-            differs = _coordinates(old, dim, common) != _coordinates(new, dim, common)
-            old_size = old.size_of(dim)
-            new_size = new.size_of(dim)
-            if differs.any() or old_size != new_size:
-                moved.append(Moved(name, dim, (old_size, new_size), int(differs.sum())))
-            if dim in dims:
+            old_coordinates = _coordinates(old, dim, common)
+            new_coordinates = _coordinates(new, dim, common)
+            differs = old_coordinates != new_coordinates
+            if dim in weight_dims:
                 part_differs |= differs
-        if part_differs.any() or old_cut != new_cut:
-            ranks = int(part_differs.sum())
-            resharded.append(Resharded(name, dims, (old_cut, new_cut), ranks))
+            sizes = (old.size_of(dim), new.size_of(dim))
+            ranks = int(differs.sum())
+            if ranks or sizes[0] != sizes[1]:
+                moved.append(Moved(name, dim, sizes, ranks))
+        ranks = int(part_differs.sum())
+        if ranks or old_cut != new_cut:
+            cuts = (old_cut, new_cut)
+            resharded.append(Resharded(name, weight_dims, cuts, ranks))
     return Difference(
-        (len(before.window), len(after.window)),
-        len(common),
-        tuple(moved),
-        tuple(_regrouped(before, after, common)),
-        tuple(resharded),
+        ranks=(len(before.window), len(after.window)),
+        common=len(common),
+        moved=tuple(moved),
+        regrouped=tuple(_regrouped(before, after, common)),
+        resharded=tuple(resharded),
     )
 
 
-def _regrouped(before: GroupPlan, after: GroupPlan, common: range) -> Iterator[Regrouped]:
+def _regrouped(
+    before: GroupPlan,
+    after: GroupPlan,
+    common: range,
+) -> Iterator[Regrouped]:
     """The names whose groups change."""
     labels = [row.label for row in (*before.rows, *after.rows)]
-    for label in dict.fromkeys(labels):  # each once, in their order
+    # Each once, in their order.
+    for label in dict.fromkeys(labels):
         old_count, old_digests = _groups(before, label, common)
         new_count, new_digests = _groups(after, label, common)
-        ranks = int((old_digests != new_digests).sum())
+        differs = old_digests != new_digests
+        ranks = int(differs.sum())
         if ranks or old_count != new_count:
             yield Regrouped(label, (old_count, new_count), ranks)
 
 
-def against_dump(plan: GroupPlan, dump: Dump) -> list[str]:
-    """Differences between the live groups of a rank and the plan, in sentences.
-
-    ``dump`` is what ``hypergrid.dump`` wrote on one rank. Its default group and groups created by
-    outside code have no label and are left out.
-    """
-    rank = dump["rank"]
-    if rank is None:
-        return ["the dump is of a process without process groups."]
-    if rank not in plan.window:
-        return [f"rank {rank} is outside the plan's ranks {span_of(plan.window)}."]
-    planned: dict[str, list[list[int]]] = {}
-    for row, ranks in plan.groups_of(rank):
-        label = one_line(row.label)  # as the dump has it
-        planned.setdefault(label, []).append(list(ranks))
-    live: dict[str, list[list[int]]] = {}
-    for group in dump["groups"]:
-        if group["label"] is not None:
-            label = one_line(group["label"])
-            live.setdefault(label, []).append(group["ranks"])
-    sentences = []
-    for label in dict.fromkeys((*planned, *live)):
-        if label not in live:
-            sentences.append(f"rank {rank}: {label} was planned but not created.")
-        elif label not in planned:
-            sentences.append(f"rank {rank}: {label} exists but was not planned.")
-        elif sorted(planned[label]) != sorted(live[label]):
-            sentences.append(
-                f"rank {rank}: {label} has the ranks {_listed(live[label])}, planned were "
-                f"{_listed(planned[label])}."
-            )
-    return sentences
-
-
-def _listed(groups: Iterable[Sequence[int]]) -> str:
-    return " and ".join(f"[{few(ranks)}]" for ranks in groups)
-
-
-def _coordinates(layout: RankLayout, dim: str, ranks: range) -> np.ndarray:
+def _coordinates(
+    layout: RankLayout,
+    dim: str,
+    ranks: range,
+) -> np.ndarray:
     """The coordinate of each rank on ``dim``: -1 outside the layout, 0 without such a dim."""
     if dim not in layout.dims:
         return np.zeros(len(ranks), dtype=int)
-    positions = np.arange(ranks.start, ranks.stop) - layout.offset
-    coordinates = positions // layout.stride(dim) % layout.size_of(dim)
+    positions = np.array(ranks) - layout.offset
+    stride = layout.stride(dim)
+    coordinates = positions // stride % layout.size_of(dim)
     is_outside = (positions < 0) | (positions >= layout.size)
     coordinates[is_outside] = -1
     return coordinates
 
 
-def _groups(plan: GroupPlan, label: str, ranks: range) -> tuple[int, np.ndarray]:
+def _groups(
+    plan: GroupPlan,
+    label: str,
+    ranks: range,
+) -> tuple[int, np.ndarray]:
     """How many groups the name has, and a digest of each rank's: equal for equal members."""
     arrays: list[np.ndarray] = []
     for row in plan.rows:
@@ -194,14 +157,15 @@ def _groups(plan: GroupPlan, label: str, ranks: range) -> tuple[int, np.ndarray]
             arrays.extend(plan.arrays(row))
     count = 0
     stop = ranks.stop
-    for array in arrays:
-        count += len(array)
-        stop = max(stop, int(array.max()) + 1)
+    for groups in arrays:
+        count += len(groups)
+        # A row may list ranks that are not in the plan's layout.
+        stop = max(stop, int(groups.max()) + 1)
     # A number for each rank: the sum over a group's members is its digest, in any order.
     generator = np.random.default_rng(0)
     number_of_rank = generator.integers(1 << 63, size=stop, dtype=np.uint64)
     digests = np.zeros(stop, dtype=np.uint64)
-    for array in arrays:
+    for groups in arrays:
         # A rank may be in several groups of one name.
-        digests[array] += number_of_rank[array].sum(axis=1, keepdims=True)
+        digests[groups] += number_of_rank[groups].sum(axis=1, keepdims=True)
     return count, digests[ranks.start : ranks.stop]

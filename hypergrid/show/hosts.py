@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import numpy as np
-
 from hypergrid.layout import Dims, RankLayout
 from hypergrid.topology import Hosts, Topology
 
@@ -20,28 +15,10 @@ def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
     return ranks_of
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """The border that is expensive to cross: of an NVLink domain if those are known, or a host."""
-
-    singular: str
-    plural: str
-    topology: Topology  # its hosts are the NVLink domains
-
-
-def boundary_of(layout: RankLayout, hosts: Hosts, within: Mapping[str, str]) -> Boundary:
-    """The boundary between the ranks; ``within`` has for each host's name its NVLink domain."""
-    topology = Topology(layout, hosts)
-    if not within:
-        return Boundary("a host", "hosts", topology)
-    domain_of_rank = [within[topology.names[number]] for number in topology.numbers]
-    return Boundary("an NVLink domain", "NVLink domains", Topology(layout, domain_of_rank))
-
-
 def group_numbers(layout: RankLayout, by: Dims) -> list[int]:
     """By rank, the number of its group over ``by`` in Megatron's order; -1 before the layout."""
-    groups = layout.groups(by)
-    numbers = np.full(layout.stop, -1)
-    numbers[groups] = np.arange(len(groups))[:, np.newaxis]
-    number_of_rank: list[int] = numbers.tolist()
+    number_of_rank = [-1] * layout.stop
+    for number, ranks in enumerate(layout.groups(by).tolist()):
+        for rank in ranks:
+            number_of_rank[rank] = number
     return number_of_rank

@@ -10,7 +10,7 @@ from hypergrid.hangs.sentences import lasting
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
-from hypergrid.plan import GroupPlan, GroupRow
+from hypergrid.plan import GroupPlan, GroupRow, Ranks
 
 _LAST = 10  # calls shown of each rank
 
@@ -18,7 +18,7 @@ _LAST = 10  # calls shown of each rank
 def plan_of(recording: Recording) -> GroupPlan:
     """A plan with the groups that were recorded, for a job whose own plan is not known."""
     layout = RankLayout(("rank",), (recording.world_size,))
-    groups_of_label: dict[str, list[tuple[int, ...]]] = {}
+    groups_of_label: dict[str, list[Ranks]] = {}
     for group in recording.groups.values():
         # A group of a damaged recording may name ranks that the job does not have.
         if group.ranks and all(rank in layout for rank in group.ranks):
@@ -41,11 +41,13 @@ def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
 def page_data(recording: Recording, diagnosis: Diagnosis) -> dict[str, Any]:
     """The data that ``page`` takes as ``job``."""
     findings = {}
-    calls = {}
+    calls: dict[int, list[str]] = {}
     for rank, rank_recording in recording.ranks.items():
         findings[rank] = _findings(rank_recording, diagnosis)
-        last_calls = islice(reversed(rank_recording.calls), _LAST)
-        calls[rank] = [_in_words(recording, call) for call in last_calls]
+        # The newest call comes first.
+        calls[rank] = []
+        for call in islice(reversed(rank_recording.calls), _LAST):
+            calls[rank].append(_in_words(recording, call))
     return {
         "sentence": diagnosis.sentence,
         "chain": diagnosis.chain,
@@ -71,10 +73,11 @@ def _findings(rank_recording: RankRecording, diagnosis: Diagnosis) -> list[str]:
 
 
 def _in_words(recording: Recording, call: Call) -> str:
+    operation = call.what
     state = "done" if call.done else "not done"
     if call.done and call.started and call.completed:
         duration = lasting(call.completed - call.started)
         state += f", {duration}"
-    operation = f"{call.what.name} {call.what.detail} #{call.seq}"
     group = recording.groups[call.group].shown
-    return f"{operation} of {group}: {state}; {call.what.inputs}"
+    text = f"{operation.name} {operation.detail} #{call.seq} of {group}"
+    return f"{text}: {state}; {operation.inputs}"

@@ -39,9 +39,10 @@ def table(
     names = list(ranks_of)
     hidden_count = 0
     if only is not None:
+        last = len(names) - 1
         for number in only:
-            if number not in range(len(names)):
-                raise LayoutError(f"there is no host {number}: they go from 0 to {len(names) - 1}.")
+            if not 0 <= number <= last:
+                raise LayoutError(f"there is no host {number}: they go from 0 to {last}.")
         names = [names[number] for number in only]
     elif layout.size > FOLD_ABOVE and len(names) > _FIRST + 1:
         hidden_count = len(names) - _FIRST - 1
@@ -49,21 +50,28 @@ def table(
     group_title = f"{by} group"
     dims = layout.trimmed.dims
     group_of_rank = group_numbers(layout, by)
-    label_width = max(map(len, (*names, *dims, group_title))) + 4
-    largest_number = max(layout.stop - 1, *group_of_rank)
-    cell_width = len(str(largest_number)) + 2
+    labels = [*names, *dims, group_title]
+    label_width = max(map(len, labels)) + 4
+    # No number is larger than that of the last rank.
+    cell_width = len(str(layout.stop - 1)) + 2
     per_line = max(1, (width - label_width) // cell_width)
+
+    def cell(value: int) -> str:
+        return f"{value} ".rjust(cell_width)
 
     def line(label: str, values: Iterable[int]) -> str:
         text = f"  {label}".ljust(label_width)
         for value in values:
-            text += _cell(value, cell_width)
+            text += cell(value)
         return text.rstrip()
 
     last_domain = ""
     for name in names:
         if hidden_count and name == names[-1]:
-            yield Text(f"... {hidden_count} hosts between, --hosts shows them ...", style="dim")
+            yield Text(
+                f"... {hidden_count} hosts between, --hosts shows them ...",
+                style="dim",
+            )
             yield Text()
         domain = ""
         if within is not None:
@@ -71,12 +79,13 @@ def table(
         if domain != last_domain:
             yield Text(domain, "bold underline")
         last_domain = domain
-        for start in range(0, len(ranks_of[name]), per_line):
-            ranks = ranks_of[name][start : start + per_line]
+        host_ranks = ranks_of[name]
+        for start in range(0, len(host_ranks), per_line):
+            ranks = host_ranks[start : start + per_line]
             coloured = Text(name.ljust(label_width), style="bold")
             for rank in ranks:
-                style = _STYLES[group_of_rank[rank] % len(_STYLES)]
-                coloured.append(_cell(rank, cell_width), style)
+                style_number = group_of_rank[rank] % len(_STYLES)
+                coloured.append(cell(rank), _STYLES[style_number])
             yield coloured
             for dim in dims:
                 coordinates = [layout.coordinate(rank)[dim] for rank in ranks]
@@ -84,7 +93,3 @@ def table(
             groups = [group_of_rank[rank] for rank in ranks]
             yield Text(line(group_title, groups), "bold")
         yield Text()
-
-
-def _cell(value: int, width: int) -> str:
-    return f"{value:>{width - 1}} "

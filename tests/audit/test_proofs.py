@@ -36,7 +36,7 @@ def on(tmp_path_factory):
         outcomes = {}
         for name, results in json.loads(done.stdout.splitlines()[-1]).items():
             recording = read(directory / name)
-            assert recording.releases == (release.rpartition(".")[0],)
+            assert recording.releases == [release.rpartition(".")[0]]
             outcomes[name] = results, [problem.text for problem in recording.problems]
         return outcomes
 

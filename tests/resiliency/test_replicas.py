@@ -1,4 +1,4 @@
-"""After losses: the largest number of whole replicas, on which processes, and who is left over."""
+"""After losses: the largest number of whole replicas, and on which processes."""
 
 from collections import Counter
 
@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compat.resiliency.replicas import NoReplicaError, Replicas
-from hypergrid import RankLayout, Topology
-from hypergrid.layout import LayoutError
+from compat.resiliency.replicas import NoReplicaError, active_processes
+from hypergrid import RankLayout
 from tests.support import table
 
 
@@ -22,9 +21,8 @@ def jobs(draw):
     for number, count in enumerate(draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))):
         hosts += [f"h{number}"] * count
     hosts += ["last"] * (layout.size - len(hosts))
-    processes = st.integers(0, len(hosts) - 1)
-    losses = draw(st.lists(st.sets(processes, max_size=4), max_size=4))
-    return layout, hosts, losses
+    lost = draw(st.sets(st.integers(0, len(hosts) - 1), max_size=12))
+    return layout, hosts, set(range(len(hosts))) - lost
 
 
 def largest(layout, together, hosts, alive):
@@ -38,68 +36,42 @@ def largest(layout, together, hosts, alive):
 
 @given(jobs())
 def test_the_largest_number_of_whole_replicas_goes_on_with_their_blocks_on_one_host(job):
-    layout, hosts, losses = job
-    replicas = Replicas.first(Topology(layout, hosts))
-    alive = {*range(len(hosts))}
-    assert replicas.layout.size_of("dp") == largest(layout, (), hosts, alive)
-    for lost in losses:
-        alive -= lost
-        expected = largest(layout, replicas.together, hosts, alive)
-        if not expected:
-            with pytest.raises(NoReplicaError, match="not one whole replica is left"):
-                replicas.without(lost)
-            return
-        before = replicas
-        replicas = before.without(lost)
-        assert replicas.layout.size_of("dp") == expected
-        assert len(replicas.active) == replicas.layout.size
-        assert sorted((*replicas.active, *replicas.reserves)) == sorted(alive)
-        if replicas.together:
-            for block in replicas.layout.groups(replicas.together).tolist():
-                assert len({hosts[replicas.active[rank]] for rank in block}) == 1
-        if not lost & {*before.active}:
-            assert replicas.active == before.active
-
-
-@given(jobs())
-def test_first_all_dims_that_shall_stay_together_do_where_hosts_can_hold_them(job):
-    layout, hosts, _ = job
+    layout, hosts, alive = job
     everyone = range(len(hosts))
-    most = largest(layout, (), hosts, everyone)
     together = ("tp", "ep")
-    while largest(layout, together, hosts, everyone) < most:
+    while largest(layout, together, hosts, everyone) < layout.size_of("dp"):
         together = together[:-1]
-    assert Replicas.first(Topology(layout, hosts)).together == together
+    count = largest(layout, together, hosts, alive)
+    if not count:
+        with pytest.raises(NoReplicaError, match="not one whole replica is left"):
+            active_processes(layout, hosts, alive)
+        return
+    active = active_processes(layout, hosts, alive)
+    assert len(active) == count * layout.size // layout.size_of("dp")
+    assert len(set(active)) == len(active) and set(active) <= alive
+    sizes = [count if dim == "dp" else layout.size_of(dim) for dim in layout.dims]
+    if together:
+        for block in RankLayout(layout.dims, sizes).groups(together).tolist():
+            assert len({hosts[active[rank]] for rank in block}) == 1
 
 
 @pytest.mark.parametrize(
-    ("rule", "sizes", "hosts", "lost", "active", "reserves"), table("resiliency/holes.txt")
+    ("rule", "sizes", "hosts", "lost", "active"), table("resiliency/holes.txt")
 )
-def test_who_takes_which_hole(rule, sizes, hosts, lost, active, reserves):
+def test_which_process_has_which_rank(rule, sizes, hosts, lost, active):
     size_of = eval(sizes)
-    topology = Topology(RankLayout(tuple(size_of), tuple(size_of.values())), eval(hosts))
-    replicas = Replicas.first(topology).without(eval(lost))
-    assert replicas.active == eval(active)
-    assert replicas.reserves == eval(reserves)
+    layout = RankLayout(tuple(size_of), tuple(size_of.values()))
+    alive = set(range(len(hosts))) - eval(lost)
+    assert active_processes(layout, hosts, alive) == eval(active)
 
 
 def test_numbers_of_replicas_that_cannot_train_are_not_taken():
-    topology = Topology(RankLayout(("dp",), (8,)), [8])
-    replicas = Replicas.first(topology, accepts=lambda count: 8 % count == 0).without({0})
-    assert replicas.layout.size == 4
-    assert len(replicas.reserves) == 3
+    layout = RankLayout(("dp",), (8,))
+    assert len(active_processes(layout, ["a"] * 8, range(1, 8), lambda n: 8 % n == 0)) == 4
 
 
 def test_a_refusal_says_who_is_left_and_what_a_replica_needs():
-    start = Replicas.first(Topology(RankLayout(("tp", "dp"), (4, 2)), [4, 4]))
     with pytest.raises(NoReplicaError) as error:
-        start.without({0, 7})
-    assert "processes 0,7 are lost, 6 are alive (host0: 3, host1: 3)" in str(error.value)
-    assert "needs 4, 4 of them at a time on one host ('tp')" in str(error.value)
-
-
-def test_what_cannot_be_placed_is_refused():
-    with pytest.raises(LayoutError, match="must begin at rank 0"):
-        Replicas.first(Topology(RankLayout(("dp",), (2,), 2), [4]))
-    with pytest.raises(LayoutError, match="invalid dim 'dp'"):
-        Replicas.first(Topology(RankLayout(("tp",), (2,)), [2]))
+        active_processes(RankLayout(("tp", "dp"), (4, 2)), "aaaabbbb", range(1, 7))
+    assert "6 of 8 processes are alive" in str(error.value)
+    assert "needs 4, 4 of them at a time on one host" in str(error.value)

