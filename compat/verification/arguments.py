@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from compat.verification.layout import FULLY_SHARDED
-from compat.verification.ranks import with_python
 
 BY_HAND = "give compat.verify a function that builds the model."
 # Arguments that need Transformer Engine or a GPU, and what is parsed instead.
@@ -99,9 +98,6 @@ def _refusals() -> Iterator[None]:
             f"megatron.training needs {error.name}: pip install {error.name}"
         ) from None
     except Exception as error:
-        of_python = with_python(error)
-        if of_python is not error:
-            raise of_python from error
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"Megatron refuses the arguments: {type(error).__name__}: {str(error) or frame.line}"
