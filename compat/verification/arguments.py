@@ -93,10 +93,6 @@ def _refusals() -> Iterator[None]:
         if "unrecognized arguments" in reason:
             reason += f". If they are flags of a script of your own: {BY_HAND}"
         raise ValueError(f"Megatron's parser refuses the arguments: {reason}") from None
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"megatron.training needs {error.name}: pip install {error.name}"
-        ) from None
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(

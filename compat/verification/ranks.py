@@ -105,9 +105,9 @@ def _joined(world: int, directory: str, body: Callable[[int], T], rank: int) -> 
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    store = dist.FileStore(str(Path(directory, "store")), world)
+    store = f"file://{directory}/store"
     timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world)
     return body(rank)
 
 

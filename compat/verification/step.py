@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -27,9 +27,13 @@ MicroBatch: TypeAlias = Mapping[str, Any]
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 Place: TypeAlias = tuple[str, Slices]  # a whole tensor, and the part of it
 Kind: TypeAlias = tuple[int, str]  # the step, and the quantity: (1, "gradient")
+GRADIENT: Kind = (1, "gradient")
 NORM = "gradient norm"
 EVEN_NORM = "gradient norm of equal gradients"  # which each parameter has
 Build: TypeAlias = Callable[..., Any]
+# A script's ``forward_step``, for a configuration, a layout and the whole batch, of which it takes
+# its own part.
+ForwardStep: TypeAlias = Callable[[Any, "Layout", "Sequence[MicroBatch]"], Callable[..., Any]]
 Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 SEED = 1234
 RANDOM_INIT = "data_parallel_random_init"
@@ -54,6 +58,16 @@ class Piece(NamedTuple):
         return tuple(slice(start, end) for start, end in self.where)
 
 
+class Weight(NamedTuple):
+    """A part of a weight that the job's own initialisation made, without its numbers."""
+
+    place: Place
+    digest: str
+    numel: int
+    norm: float
+    is_constant: bool
+
+
 class Draw(NamedTuple):
     """A dropout of one rank: its place, and digests of its input and of the generator's state."""
 
@@ -66,25 +80,25 @@ class Draw(NamedTuple):
 class Computed:
     """The results of one rank's two steps."""
 
+    # Of the run from which others get their weights.
     initial: list[Piece] = field(default_factory=list)
-    # Weights that the job's own initialisation made.
-    own_initial: list[Piece] = field(default_factory=list)
+    own_initial: list[Weight] = field(default_factory=list)
     tensors: dict[Kind, list[Piece]] = field(default_factory=dict)
-    # A norm that the optimizer took, and the gradients of which it is.
-    norms: dict[Kind, tuple[float, list[Piece]]] = field(default_factory=dict)
+    # A norm that the optimizer took, and the norms of the gradients of which it is.
+    norms: dict[Kind, tuple[float, dict[Place, float]]] = field(default_factory=dict)
     # Collectives of several ranks, in the first step.
     calls: Counter[Call] = field(default_factory=Counter)
     one_way: set[str] = field(default_factory=set)  # functions whose backward pass did not run
     tensor_parallel_ranks: tuple[int, ...] = ()
     draws: list[Draw] = field(default_factory=list)
 
-
-class ForwardStep(Protocol):
-    """A script's ``forward_step``, for one layout: it takes its own part of the whole batch."""
-
-    def __call__(
-        self, config: Any, layout: Layout, batch: Sequence[MicroBatch]
-    ) -> Callable[..., Any]: ...
+    def digests(self) -> dict[tuple[Kind, Place], str]:
+        """All tensors, to the last bit; 0 is -0."""
+        digests = {}
+        for kind, pieces in self.tensors.items():
+            for piece in pieces:
+                digests[kind, piece.place] = digest(piece.value + 0)
+        return digests
 
 
 @dataclass(frozen=True)
@@ -116,9 +130,8 @@ class Variant:
     """How a run differs from the plain one.
 
     ``backwards`` takes micro batches in the reverse order and ``jitter`` changes weights by so
-    much, relative to each: what differs then is what rounding does. ``left_out`` is an option of
-    the layout, or a call site: on rank ``leaving_out``, the results of its collectives are then
-    the rank's own input.
+    much, relative to each: what differs then is what rounding does. ``left_out`` is a call site:
+    on rank ``leaving_out``, the results of its collectives are then the rank's own input.
     """
 
     backwards: bool = False
@@ -142,36 +155,31 @@ def run_variants(
     """*Collective.* Take two optimizer steps for each variant, each from ``initial`` weights.
 
     Without ``initial``, the first variant takes the model's own weights, made uneven, and the
-    others take the same. A rank that raises where a collective was left out gives the results
-    before, and so do then all others.
+    others take the same.
     """
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    _initialize(parallel_state, layout)
+    parallel_state.initialize_model_parallel(
+        **layout.sizes,
+        order=layout.order,
+        num_distributed_optimizer_instances=layout.options.get(INSTANCES, 1),
+    )
     results: list[Computed] = []
     for variant in variants:
-        try:
-            computed = _take_steps(task, _varied(layout, variant), initial, variant, parallel_state)
-        except Exception:
-            if not variant.left_out:
-                raise
-            if variant.left_out not in layout.options:
-                return results
-            computed = Computed()  # Megatron refuses the layout without this option
-        if variant.left_out in layout.options:
-            # Of these the calls alone are compared: tensors of each would fill the memory.
-            computed = Computed(calls=computed.calls)
-        results.append(computed)
+        computed = _take_steps(task, _varied(layout, variant), initial, variant, parallel_state)
         if initial is None:
             initial = whole_tensors(computed.initial)
+        if variant.dropout:
+            # What else a step with dropout computes is not compared, and would fill the memory.
+            computed.tensors = {GRADIENT: computed.tensors[GRADIENT]}
+        results.append(computed)
     dist.barrier()  # a rank that leaves takes its connections along
     return results
 
 
 def _varied(layout: Layout, variant: Variant) -> Layout:
-    layout = layout.without(variant.left_out)
     if not variant.recomputes:
         layout = layout.without(*RECOMPUTATION)
     if variant.dropout:
@@ -210,9 +218,10 @@ def _take_steps(
     if layout.options.get(RANDOM_INIT):
         for wrapped in model:
             wrapped.broadcast_params()
-    computed.own_initial = _pieces(chunks)
+    computed.own_initial = list(map(_weight, _pieces(chunks)))
     _set_weights(chunks, initial, variant.jitter)
-    computed.initial = _pieces(chunks)
+    if initial is None:
+        computed.initial = _pieces(chunks)
 
     # With so large an eps Adam's step is linear in the gradient: rounding flips no sign of it.
     settings = {"lr": 1.0, "adam_eps": 1.0, "clip_grad": 1e9, "weight_decay": 0.1}
@@ -325,7 +334,7 @@ def _step(
     with _whole_gradients(model), _holding(_gradients(chunks)):
         gradients = _unscaled(_pieces(chunks), optimizer)
     _, norm, _ = optimizer.step()
-    computed.norms[step, NORM] = float(norm), gradients
+    computed.norms[step, NORM] = float(norm), _norms(gradients)
     if model[0].ddp_config.overlap_param_gather:
         # megatron-core gathers parameters in the hooks of the next forward pass. Gathered here
         # instead, a hook that gathers nothing would not be seen.
@@ -342,8 +351,8 @@ def _step(
     computed.tensors[step, "buffer"] = _pieces(chunks, of_buffers=True)
 
 
-def _even_norm(chunks: Sequence[Any], optimizer: Any) -> tuple[float, list[Piece]]:
-    """The norm of gradients of equal size, and these.
+def _even_norm(chunks: Sequence[Any], optimizer: Any) -> tuple[float, dict[Place, float]]:
+    """The norm of gradients of equal size, and the norms of these.
 
     In the norm of a step, a small parameter that is left out or counted twice would not be seen.
     """
@@ -356,7 +365,23 @@ def _even_norm(chunks: Sequence[Any], optimizer: Any) -> tuple[float, list[Piece
     with _holding(gradients):
         pieces = _unscaled(_pieces(chunks), optimizer)
     _, norm, _ = optimizer.step()
-    return float(norm), pieces
+    return float(norm), _norms(pieces)
+
+
+def _norms(pieces: Iterable[Piece]) -> dict[Place, float]:
+    return {piece.place: float(piece.value.double().norm()) for piece in pieces}
+
+
+def _weight(piece: Piece) -> Weight:
+    value = piece.value
+    return Weight(
+        piece.place,
+        digest(value),
+        value.numel(),
+        norm=float(value.norm()),
+        # The weight of a norm is the same number everywhere.
+        is_constant=bool(value.min() == value.max()),
+    )
 
 
 def _unscaled(gradients: list[Piece], optimizer: Any) -> list[Piece]:
@@ -373,13 +398,6 @@ def _gradients(chunks: Iterable[Any]) -> dict[Any, torch.Tensor | None]:
         for parameter in chunk.parameters():
             gradients[parameter] = getattr(parameter, "main_grad", None)
     return gradients
-
-
-def _initialize(state: Any, layout: Layout) -> None:
-    instances = layout.options.get(INSTANCES, 1)
-    state.initialize_model_parallel(
-        **layout.sizes, order=layout.order, num_distributed_optimizer_instances=instances
-    )
 
 
 def _seed(layout: Layout, state: Any) -> None:
@@ -422,20 +440,16 @@ def whole_tensors(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
         ends = tuple(end for _, end in piece.where)
         shape = shapes.get(piece.name, ends)
         shapes[piece.name] = tuple(map(max, ends, shape))
-    whole = {}
-    for name, shape in shapes.items():
-        whole[name] = torch.zeros(shape)
+    whole = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for piece in pieces:
-        tensor = whole[piece.name]
-        tensor[piece.slices] = piece.value.to(torch.float32)
+        whole[piece.name][piece.slices] = piece.value
     return whole
 
 
 def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
     """The chunks of this rank's stage."""
-    if not layout.vp:
-        return [_build_chunk(task, layout, state, None)]
-    return [_build_chunk(task, layout, state, stage) for stage in range(layout.vp)]
+    stages = range(layout.vp) if layout.vp else [None]
+    return [_build_chunk(task, layout, state, stage) for stage in stages]
 
 
 def _build_chunk(task: Task, layout: Layout, state: Any, stage: int | None) -> Any:
@@ -582,8 +596,7 @@ def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
     for piece in _shards(chunk):
         if piece.name not in whole:
             raise ValueError(f"{piece.name} of this layout's model is not in that of one rank")
-        tensor = whole[piece.name]
-        piece.value.copy_(tensor[piece.slices])
+        piece.value.copy_(whole[piece.name][piece.slices])
 
 
 def _shards(chunk: Any, of_buffers: bool = False) -> Iterator[Piece]:
