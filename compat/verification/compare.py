@@ -28,9 +28,9 @@ from hypergrid.messages import few
 _OWN = "initial value"  # of a weight that the job itself made
 _DRAWN = "dropout"  # of one line, called on tp ranks in the same order
 _RECOMPUTED = (1, "recomputed gradient")
-MARGIN = 20  # times what rounding was seen to do
+_MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
-NOISE_FLOOR = 1e-3  # of a tensor's size: where more counts as rounding, nothing is verified
+_NOISE_FLOOR = 1e-3  # of a tensor's size: where more counts as rounding, nothing is verified
 _SPREAD = 4  # times the double error of a standard deviation: what chance does not do
 _TINY = 1e-30  # instead of a size of 0
 _SAME_FACTOR = 1e-3  # how near two factors are that count as the same
@@ -58,16 +58,12 @@ class Finding:
             subject += f" of {self.name}"
         if self.step > 1:
             subject += f" in step {self.step}"
-        return f"{subject} {self._difference()}, on ranks {few(self.ranks)}"
-
-    def _difference(self) -> str:
+        difference = f"differs by {self.error:.2g} of its size"
         if self.meaning:
-            return self.meaning
-        if self.factor == 0:
-            return "is 0"
-        if self.factor is None or abs(self.factor - 1) < _SAME_FACTOR:
-            return f"differs by {self.error:.2g} of its size"
-        return f"is {self.factor:.4g} times that of one rank"
+            difference = self.meaning
+        elif self.factor is not None and abs(self.factor - 1) > _SAME_FACTOR:
+            difference = f"is {self.factor:g} times that of one rank"
+        return f"{subject} {difference}, on ranks {few(self.ranks)}"
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns of ``--allow`` is for this finding."""
@@ -104,31 +100,26 @@ class Reference:
                     difference = self.difference(kind, piece, self.whole[kind])
                     self.errors[key] = max(difference.error, self.errors.get(key, 0.0))
         # Rounding does not touch the number of tokens, nor what a step leaves as it is.
-        self.tolerance = MARGIN * median(error for error in self.errors.values() if error > 0)
+        self.tolerance = _MARGIN * median(error for error in self.errors.values() if error > 0)
 
     def noise(self) -> str:
         """A quantity whose limit is above the noise floor, in words; "" if none is."""
         for (kind, name), error in self.errors.items():
             # A gradient that is 0 by mathematics has nothing but rounding: a bias of keys, which
             # adds the same to all scores of a query.
-            if self.limit(kind, name) > NOISE_FLOOR and not self._is_zero(kind, name):
+            if self.limit(kind, name) > _NOISE_FLOOR and not self._is_zero(kind, name):
                 _, quantity = kind
                 return f"the {quantity} of {name or 'a micro batch'} changes by {error:.2g}"
         return ""
 
     def has_gradient(self, name: str) -> bool:
         """Whether a parameter's gradient is more than rounding."""
-        if name not in self.whole[GRADIENT]:
-            return False
         return not self._is_zero(GRADIENT, name)
 
     def unmoved(self) -> list[str]:
         """Parameters with a gradient that the step did not change."""
-        names = []
-        for name, update in self.whole[1, "update"].items():
-            if self.has_gradient(name) and not update.any():
-                names.append(name)
-        return names
+        updates = self.whole[1, "update"]
+        return [name for name in updates if self.has_gradient(name) and not updates[name].any()]
 
     def _is_zero(self, kind: Kind, name: str) -> bool:
         size = float(self.whole[kind][name].norm())
@@ -157,7 +148,7 @@ class Reference:
 
     def limit(self, kind: Kind, name: str) -> float:
         """How large a difference may be."""
-        return max(MARGIN * self.errors.get((kind, name), 0.0), self.tolerance)
+        return max(_MARGIN * self.errors.get((kind, name), 0.0), self.tolerance)
 
 
 def findings(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
@@ -297,14 +288,14 @@ def _norms(step: int, reference: Reference, ranks: Sequence[Computed]) -> Iterat
         for computed in ranks:
             _, norms = computed.norms[kind]
             norm_of_part |= norms
-        right_norm = max(hypot(*norm_of_part.values()), _TINY)
+        right_norm = hypot(*norm_of_part.values())
         differences = []
         for rank, computed in enumerate(ranks):
             norm, _ = computed.norms[kind]
-            error = abs(norm - right_norm) / right_norm
+            error = abs(norm - right_norm) / max(right_norm, _TINY)
             # An error that is no number is above any limit.
             if not error <= reference.tolerance:
-                differences.append((rank, _Difference(error, norm / right_norm)))
+                differences.append((rank, _Difference(error, norm / max(right_norm, _TINY))))
         if differences:
             yield _finding(kind, "", differences)
 
@@ -337,7 +328,8 @@ def _tensors(
 def _finding(kind: Kind, name: str, differences: Sequence[tuple[int, _Difference]]) -> Finding:
     """The finding on all ranks that differ: the largest error, and a factor if all have it."""
     _, worst = max(differences, key=lambda of_rank: of_rank[1].error)
-    factor: float | None = worst.factor
+    # Equal factors are described in one line.
+    factor: float | None = float(f"{worst.factor:.3g}")
     ranks = set()
     for rank, difference in differences:
         ranks.add(rank)
@@ -352,10 +344,7 @@ def describe(differing: Sequence[Finding]) -> list[str]:
     """Findings in words; those of equal kind, ranks and factor in one line, by module."""
     alike: dict[tuple[Any, ...], list[Finding]] = {}
     for finding in differing:
-        factor = "none"
-        if finding.factor is not None:
-            factor = f"{finding.factor:.3g}"
-        key = (finding.quantity, finding.ranks, factor, finding.meaning)
+        key = (finding.quantity, finding.ranks, finding.factor, finding.meaning)
         alike.setdefault(key, []).append(finding)
     lines = []
     for group in alike.values():

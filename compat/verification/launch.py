@@ -19,10 +19,9 @@ from compat.verification.step import run_variants
 
 # Scripts of Megatron-LM that train another model: a Mamba, a BERT ...
 _OTHER_MODELS = (
-    *("mamba", "hybrid", "mimo", "bert", "t5", "ict", "realm", "vision", "vlm", "retro"),
+    *("pretrain_mamba", "pretrain_hybrid", "pretrain_mimo", "pretrain_bert", "pretrain_t5"),
+    *("pretrain_ict", "pretrain_realm", "pretrain_vision", "pretrain_vlm", "pretrain_retro"),
 )
-# Megatron's own scripts for a GPT: their get_batch and loss_func run.
-_SCRIPTS = ("pretrain_gpt.py",)
 # How a flag of the line is treated.
 VERIFIED = "verified"
 STAND_IN = "replaced by a stand-in"
@@ -66,14 +65,15 @@ def verify_line(
         if dim not in DIMS:
             raise ValueError(f"--keep {dim} is no dim; allowed: {', '.join(DIMS)}.")
     name = Path(script).name
-    if name.startswith(tuple(f"pretrain_{model}" for model in _OTHER_MODELS)):
+    if name.startswith(_OTHER_MODELS):
         raise ValueError(f"{name} trains no GPT: {BY_HAND}")
     if not (checkout / "megatron" / "training" / "arguments.py").is_file():
         raise ValueError(
             f"{checkout} has no megatron/training/arguments.py: give a checkout of Megatron-LM."
         )
 
-    has_script = name in _SCRIPTS and (checkout / name).is_file()
+    # Megatron's own script for a GPT: its get_batch and loss_func run.
+    has_script = name == "pretrain_gpt.py" and (checkout / name).is_file()
     line = Line(tuple(words), world_size, order, tuple(keep), name if has_script else "")
     # Only hypergrid's launcher gives an order: such a job runs hypergrid's parallel_state.
     body = partial(_verified, line, name, tuple(allow), smallest)

@@ -99,10 +99,7 @@ class Layout:
         if self.order != Layout.order:
             words.append(f"order={self.order}")
         for name, value in sorted(self.options.items()):
-            if value is True:
-                words.append(name)
-            else:
-                words.append(f"{name}={_text(value)}")
+            words.append(name if value is True else f"{name}={_text(value)}")
         return " ".join(words) or "one rank"
 
     def __hash__(self) -> int:
@@ -143,7 +140,24 @@ class Layout:
         Example: of tp=3, first tp=1, then tp=2. The loss per token comes last: without it context
         parallelism differs by itself.
         """
-        for name, change in self._changes():
+        changes: dict[str, dict[str, Any]] = {}
+        # Chunks first: a pipeline that has them cannot be taken away.
+        for name in ("vp", "etp"):
+            size = getattr(self, name)
+            if size is not None:
+                changes[f"{name}={size}"] = {name: None}
+        for name in ("dp", "pp", "cp", "ep", "tp"):
+            size = getattr(self, name)
+            if size > 1:
+                changes[f"{name}={size}"] = {name: 1}
+            if size > 2:
+                changes[f"{name} > 2"] = {name: 2}
+        if self.order != Layout.order:
+            changes[f"order={self.order}"] = {"order": Layout.order}
+        # False comes before True: the loss per token is the last.
+        for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
+            changes[name] = {"options": self.without(name).options}
+        for name, change in changes.items():
             try:
                 layout = replace(self, **change)
             except ValueError:  # such a layout does not exist
@@ -151,24 +165,6 @@ class Layout:
             if layout.tp == 1:
                 layout = layout.without(*_OF_TP)
             yield name, layout
-
-    def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        # Chunks first: a pipeline that has them cannot be taken away.
-        for name in ("vp", "etp"):
-            size = getattr(self, name)
-            if size is not None:
-                yield f"{name}={size}", {name: None}
-        for name in ("dp", "pp", "cp", "ep", "tp"):
-            size = getattr(self, name)
-            if size > 1:
-                yield f"{name}={size}", {name: 1}
-            if size > 2:
-                yield f"{name} > 2", {name: 2}
-        if self.order != Layout.order:
-            yield f"order={self.order}", {"order": Layout.order}
-        # False comes before True: the loss per token is the last.
-        for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
-            yield name, {"options": self.without(name).options}
 
 
 def _text(value: Any) -> Any:

@@ -46,8 +46,8 @@ def adapt() -> None:
     cuda.stream = lambda _stream: contextlib.nullcontext()
     # Each rank draws from the CPU's generator what it would draw from its GPU's.
     cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = _cpu_rng_state
-    cuda.random.get_rng_state = _cpu_rng_state
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.random.get_rng_state = cuda.get_rng_state
     # Schedules, optimizer and gradient clipping write device="cuda" out; rotary embeddings under
     # context parallelism ask for memory that is pinned for a GPU.
     for name in ("empty", "full", "ones", "tensor", "zeros"):
@@ -81,10 +81,6 @@ class _NoStream:
 
     def record_event(self, *_args: Any) -> _NoStream:
         return self
-
-
-def _cpu_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.get_rng_state()
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -32,6 +32,7 @@ from compat.verification import on_cpu
 
 T = TypeVar("T")
 MAX_RANKS = 16
+_WEEK = 604_800.0  # seconds
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _IMPORTED = (
     *("distributed", "optimizer", "pipeline_parallel", "dist_checkpointing"),
@@ -45,17 +46,11 @@ _parents: list[Any] = []  # the parent's end of this process, if it has one
 
 
 class Refused(Exception):
-    """A rank raised: the kind and text of its error, and as ``trace`` the traceback.
+    """A rank raised: the kind and text of its error."""
 
-    Without a trace, ranks ended or did not finish in time.
-    """
 
-    def __init__(self, text: str, trace: str = "") -> None:
-        super().__init__(text, trace)
-        self.trace = trace
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+class Unfinished(Refused):
+    """A rank ended, or did not finish in time."""
 
 
 def in_child(body: Callable[[], T]) -> T:
@@ -148,7 +143,7 @@ def _in_processes(
     count: int,
     body: Callable[[int], T],
     *plain_errors: type[Exception],
-    timeout: float | None = None,
+    timeout: float = _WEEK,
     listen: Callable[[str], None] = lambda _: None,
 ) -> list[T]:
     """Run ``body(number)`` in new processes; their results, or the first error of one of them.
@@ -156,7 +151,7 @@ def _in_processes(
     An error that is none of ``plain_errors`` arrives as Refused.
     """
     context: Any = multiprocessing.get_context(method)
-    end = time.monotonic() + (timeout or float("inf"))
+    end = time.monotonic() + timeout
     processes = []
     number_of = {}
     results: dict[int, T] = {}
@@ -170,11 +165,10 @@ def _in_processes(
             processes.append(process)
             number_of[receiver] = number
         while number_of:
-            left = None if timeout is None else max(0, end - time.monotonic())
-            ready = connection.wait(number_of, left)
+            ready = connection.wait(number_of, max(0.0, end - time.monotonic()))
             if not ready:
                 late = sorted(number_of.values())
-                raise Refused(f"ranks {late} did not finish a step in time")
+                raise Unfinished(f"ranks {late} did not finish a step in time")
             for receiver in ready:
                 kind, value = _received(receiver)
                 if kind == _ERROR:
@@ -207,7 +201,7 @@ def _answer(
         kind = _ERROR
         value = error
         if not isinstance(error, plain_errors):
-            value = Refused(_text(error), traceback.format_exc())
+            value = Refused(text_of(error))
     _send(parent, kind, value)
 
 
@@ -220,7 +214,7 @@ def _received(sender: Any) -> tuple[str, Any]:
     try:
         message = sender.recv_bytes()
     except (EOFError, OSError):
-        return _ERROR, Refused("a process ended without a word: was it killed?")
+        return _ERROR, Unfinished("a process ended without a word: was it killed?")
     kind, value = pickle.loads(message)
     return kind, value
 
@@ -235,7 +229,7 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """The kind and the sentence of an error; the line that raised it, if it has no sentence."""
     sentence = " ".join(str(error).split())
     if not sentence:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
 from compat.verification.compare import (
-    MARGIN,
-    NOISE_FLOOR,
     Finding,
     Reference,
     describe,
@@ -28,7 +26,7 @@ from compat.verification.layout import (
     RECOMPUTATION,
     Layout,
 )
-from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks, say
+from compat.verification.ranks import MAX_RANKS, Refused, Unfinished, in_child, on_ranks, say
 from compat.verification.step import (
     PLAIN,
     RANDOM_INIT,
@@ -51,25 +49,14 @@ NOT_COVERED = (
 
 
 @dataclass(frozen=True)
-class Smallest:
-    """The least of a layout that still differs."""
-
-    layout: Layout
-    needed: dict[str, str]  # what may not be taken away, and what happens without it
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"layout": str(self.layout), "needed": self.needed}
-
-
-@dataclass(frozen=True)
 class Report:
     """The verdict on one layout, beside one rank."""
 
     layout: Layout
     findings: Sequence[Finding] = ()
     allowed: Sequence[Finding] = ()
-    smallest: Smallest | None = None
+    smallest: Layout | None = None  # the least of the layout that shows one of the findings
+    needed: Mapping[str, str] = field(default_factory=dict)  # in it, and what happens without it
     tolerance: float = 0.0
     refused: str = ""  # why the model cannot have this layout
     not_covered: tuple[str, ...] = NOT_COVERED
@@ -84,18 +71,15 @@ class Report:
         bound = f"{self.tolerance:.1g} relative"
         if self.refused:
             return f"{ranks} cannot be verified: {self.refused}"
-        lines = []
+        lines = [f"{ranks} compute what one rank computes, to {bound}."]
         if self.findings:
-            lines.append(f"{ranks} do not compute what one rank computes")
-            lines[0] += f" (differences above {bound}):"
+            lines = [f"{ranks} do not compute what one rank computes (above {bound}):"]
             lines += [f"  {text}" for text in describe(self.findings)]
         elif self.allowed:
-            lines.append(f"{ranks} differ from one rank only where it is allowed, above {bound}.")
-        else:
-            lines.append(f"{ranks} compute what one rank computes, to {bound}.")
+            lines = [f"{ranks} differ from one rank only where it is allowed, above {bound}."]
         if self.smallest is not None:
-            lines.append(f"  smallest layout that differs: {self.smallest.layout}")
-            for name, effect in self.smallest.needed.items():
+            lines.append(f"  smallest layout that differs: {self.smallest}")
+            for name, effect in self.needed.items():
                 lines.append(f"    without {name}: {effect}")
         if self.allowed:
             lines.append(f"  allowed: {'; '.join(describe(self.allowed))}")
@@ -111,7 +95,7 @@ class Report:
             "agrees": self.agrees,
             "findings": list(map(vars, self.findings)),
             "allowed": list(map(vars, self.allowed)),
-            "smallest": self.smallest and self.smallest.as_dict(),
+            "smallest": self.smallest and str(self.smallest),
         }
 
 
@@ -179,9 +163,7 @@ def verify(
         spec = find_spec("megatron.core")
     if spec is None:
         raise ModuleNotFoundError(f"verify needs megatron-core: {install_command('megatron')}.")
-    if isinstance(layouts, Layout):
-        layouts = [layouts]
-    layout_list = list(layouts)
+    layout_list = [layouts] if isinstance(layouts, Layout) else list(layouts)
     task = Task(build, list(batch), loss, seq_length)
     return in_child(lambda: reports(task, layout_list, allow, smallest, timeout))
 
@@ -216,11 +198,8 @@ def _check(task: Task, layout: Layout) -> None:
             f"machine: make larger dims smaller."
         )
     # An interleaved pipeline takes as many micro batches at a time as it has stages.
-    divisor = layout.dp
-    dims = "dp"
-    if layout.vp:
-        divisor *= layout.pp
-        dims = "dp x pp"
+    divisor = layout.dp * layout.pp if layout.vp else layout.dp
+    dims = "dp x pp" if layout.vp else "dp"
     if not task.batch or len(task.batch) % divisor:
         raise ValueError(
             f"{layout} needs a multiple of {divisor} micro batches ({dims}), got {len(task.batch)}."
@@ -229,14 +208,12 @@ def _check(task: Task, layout: Layout) -> None:
 
 def _check_options(layout: Layout) -> None:
     """ValueError if an option is in none of this release's configurations."""
-    import megatron.core
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig
 
-    option_names = {RANDOM_INIT}
-    for kind in (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig):
-        option_names.update(kind.__dataclass_fields__)
+    configurations = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    option_names = {RANDOM_INIT}.union(*(kind.__dataclass_fields__ for kind in configurations))
     for name, value in layout.options.items():
         if name in FULLY_SHARDED and value:
             raise ValueError(f"{name} is not verified: its code needs CUDA.")
@@ -248,28 +225,27 @@ def _check_options(layout: Layout) -> None:
             )
         if name not in option_names:
             raise ValueError(
-                f"megatron-core {megatron.core.__version__} has no option {name!r} in "
-                f"TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."
+                f"this megatron-core has no option {name!r} in TransformerConfig, "
+                f"DistributedDataParallelConfig or OptimizerConfig."
             )
 
 
 def _with_dropout(layout: Layout) -> list[Variant]:
     """A step with dropout, if ranks share what it draws for or recompute it; and one that keeps."""
-    recomputes = "recompute_granularity" in layout.options
     dropping = Variant(dropout=True, steps=1)
-    if recomputes:
+    if "recompute_granularity" in layout.options:
         return [dropping, replace(dropping, recomputes=False)]
     return [dropping] if layout.tp > 1 else []
 
 
+@dataclass
 class _Job:
     """Steps of one task; each reference runs once."""
 
-    def __init__(self, task: Task, allow: tuple[str, ...], timeout: float) -> None:
-        self.task = task
-        self.allow = allow
-        self.timeout = timeout
-        self._references: dict[Layout, Reference] = {}
+    task: Task
+    allow: tuple[str, ...]
+    timeout: float
+    _references: dict[Layout, Reference] = field(default_factory=dict)
 
     def report(self, layout: Layout, search: bool) -> Report:
         start = time.monotonic()
@@ -281,14 +257,15 @@ class _Job:
         wrong = self._wrong(differing)
         allowed = [finding for finding in differing if finding not in wrong]
         tolerance = self.reference(layout.alone()).tolerance
-        report = Report(layout, wrong, allowed, None, tolerance, not_covered=_not_covered())
+        report = Report(layout, wrong, allowed, tolerance=tolerance, not_covered=_not_covered())
         if wrong:
             if not search:
                 return report
             # The search takes longer than the verdict, which is known already.
             say(f"{report}\nSearching for the smallest layout that differs ...")
             keys = {finding.key for finding in wrong}
-            return replace(report, smallest=self._smallest(layout, keys))
+            smallest_layout, needed = self._smallest(layout, keys)
+            return replace(report, smallest=smallest_layout, needed=needed)
         worthless = self._worthless(layout)
         if worthless:
             return replace(report, refused=worthless)
@@ -326,8 +303,7 @@ class _Job:
             raise Refused(
                 f"the model, or one of its options, makes the step random or dependent on the "
                 f"order of micro batches: on one rank, in reverse order or with weights that "
-                f"differ in the last bit, {noise} of its size, and above "
-                f"{NOISE_FLOOR / MARGIN:.0e} a fault cannot be told from that"
+                f"differ in the last bit, {noise} of its size. A fault cannot be told from that"
             )
         ranks, *dropping = self._run(layout, [PLAIN, *_with_dropout(layout)])
         differing = findings(reference, ranks)
@@ -360,11 +336,11 @@ class _Job:
                 continue
             try:
                 (ranks,) = self._run(layout.without(option), [Variant(steps=1)])
-            except Refused as refused:
-                # Megatron's own error says that it needs the option; ranks that end or wait do not.
-                if not refused.trace:
-                    idle.append(option)
+            except Unfinished:
+                idle.append(option)
                 continue
+            except Refused:
+                continue  # Megatron's own error says that it needs the option
             if calls == [computed.calls for computed in ranks]:
                 idle.append(option)
         return idle
@@ -426,8 +402,10 @@ class _Job:
         )
         return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
-    def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
-        """The smallest layout that shows one of these findings."""
+    def _smallest(
+        self, layout: Layout, keys: set[tuple[str, str]]
+    ) -> tuple[Layout, dict[str, str]]:
+        """The smallest layout that shows one of these findings, and what is needed in it."""
         needed: dict[str, str] = {}
         for name, trial in layout.smaller():
             say(f"  {layout}: does it differ without {name}?")
@@ -440,4 +418,4 @@ class _Job:
                 needed[name] = "agrees"
             elif name != LOSS_PER_TOKEN:
                 return self._smallest(trial, keys)
-        return Smallest(layout, needed)
+        return layout, needed

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 
 from compat.verification.arguments import BY_HAND
@@ -58,16 +57,16 @@ _LEFT_OUT = (
     "moe_router_dtype",
 )
 # Arguments that set fields of DistributedDataParallelConfig, or how the job starts.
+_SAME_NAME = (
+    *("data_parallel_random_init", "overlap_grad_reduce", "overlap_param_gather"),
+    *("use_distributed_optimizer", *MIXED_PRECISION),
+)
 FIELD_OF = {
-    "data_parallel_random_init": "data_parallel_random_init",
+    **{name: name for name in _SAME_NAME},
     "ddp_average_in_collective": "average_in_collective",
     "ddp_bucket_size": "bucket_size",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-    "use_distributed_optimizer": "use_distributed_optimizer",
-    **{name: name for name in MIXED_PRECISION},
 }
 # The embedding on the first stage, or the loss on the last, counts as a layer.
 _IN_PLACE_OF_LAYERS = (
@@ -142,9 +141,8 @@ def small_job(
     of_job[_DEPTH] = args.config.num_layers // of_job["pp"]
     of_small = {**dims, _DEPTH: sizes["num_layers"] // layout.pp}
     of_small |= {INSTANCES: options.get(INSTANCES, 1), _TOP_K: top_k}
-    pairs = equal_sizes(of_job, of_small, combinations(of_small, 2))
-    if pairs:
-        equal = [f"{first} and {second}" for first, second in pairs]
+    equal = equal_sizes(of_job, of_small, of_small)
+    if equal:
         changed.append(
             f"equal sizes, which differ in the job, so a fault that takes one for the other is "
             f"not seen: {', '.join(equal)}"
@@ -177,7 +175,7 @@ def _length(layout: Layout) -> int:
 def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
     config = args.config
     heads = 6 * layout.tp
-    groups = getattr(config, "num_query_groups", None)
+    groups = config.num_query_groups
     query_groups = None
     if groups not in (None, config.num_attention_heads):
         query_groups = 3 * layout.tp
@@ -205,7 +203,7 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
     topk = config.moe_router_topk
     least = max(topk, 4)
     step = 1
-    if getattr(config, "moe_router_num_groups", None):
+    if config.moe_router_num_groups:
         # Two groups, of which one is chosen: it alone must have enough experts.
         options |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
         least = 2 * max(topk, 2)
@@ -215,7 +213,7 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
     other_sizes = (layout.tp, layout.cp, layout.dp, layout.ep, topk)
     for_each_rank = _unlike(for_each_rank, other_sizes, step)
     options["num_moe_experts"] = layout.ep * for_each_rank
-    if getattr(config, "moe_shared_expert_intermediate_size", None):
+    if config.moe_shared_expert_intermediate_size:
         options["moe_shared_expert_intermediate_size"] = 2 * sizes["hidden_size"]
     if isinstance(config.moe_layer_freq, list):
         layer_kinds = config.moe_layer_freq[: sizes["num_layers"]]
