@@ -11,5 +11,4 @@ runs the functions of the training script.
 from compat.verification.compare import Finding as Finding
 from compat.verification.layout import Layout as Layout
 from compat.verification.search import Report as Report
-from compat.verification.search import Smallest as Smallest
 from compat.verification.search import verify as verify

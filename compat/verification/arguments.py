@@ -8,13 +8,12 @@ import copy
 import io
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from compat.verification.layout import FULLY_SHARDED
-from compat.verification.ranks import with_python
+from compat.verification.ranks import text_of
 
 BY_HAND = "give compat.verify a function that builds the model."
 # Arguments that need Transformer Engine or a GPU, and what is parsed instead.
@@ -94,15 +93,5 @@ def _refusals() -> Iterator[None]:
         if "unrecognized arguments" in reason:
             reason += f". If they are flags of a script of your own: {BY_HAND}"
         raise ValueError(f"Megatron's parser refuses the arguments: {reason}") from None
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"megatron.training needs {error.name}: pip install {error.name}"
-        ) from None
     except Exception as error:
-        of_python = with_python(error)
-        if of_python is not error:
-            raise of_python from error
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ValueError(
-            f"Megatron refuses the arguments: {type(error).__name__}: {str(error) or frame.line}"
-        ) from error
+        raise ValueError(f"Megatron refuses the arguments: {text_of(error)}") from error

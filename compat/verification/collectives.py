@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
@@ -45,15 +46,15 @@ class Call(NamedTuple):
     numel: int
 
 
+@dataclass
 class Watch:
     """The record of this process's collectives, and the site whose results it leaves out."""
 
-    def __init__(self, left_out: str = "") -> None:
-        self.left_out = left_out
-        self.calls: Counter[Call] = Counter()
-        # Functions of megatron-core that autograd must run in both directions.
-        self.forward: set[str] = set()
-        self.backward: set[str] = set()
+    left_out: str = ""
+    calls: Counter[Call] = field(default_factory=Counter)
+    # Functions of megatron-core that autograd must run in both directions.
+    forward: set[str] = field(default_factory=set)
+    backward: set[str] = field(default_factory=set)
 
 
 _watches = [Watch()]
@@ -156,16 +157,15 @@ def _watched(collective: Callable[..., Any], written: str, read: str) -> Callabl
         handle = _collecting.get(group)
         if not arguments.get("async_op", False):
             done = collective(*args, **kwargs)
+            lost = zip(outputs, own, strict=False)
             if handle is None:
-                _deliver(zip(outputs, own, strict=False))
+                _deliver(lost)
             else:
-                handle.results.extend(zip(outputs, own, strict=False))
+                handle.results.extend(lost)
             return done
+        results = [output.detach().clone() for output in outputs]
         # The input may be a part of the output, as a rank's shard is of a gathered buffer.
-        results = [torch.empty_like(output) for output in outputs]
-        if written == read:
-            results = [output.detach().clone() for output in outputs]
-        elif torch.is_tensor(arguments[read]):
+        if written != read and torch.is_tensor(arguments[read]):
             arguments[read] = arguments[read].detach().clone()
         arguments[written] = results[0] if torch.is_tensor(arguments[written]) else results
         for output in outputs:
@@ -207,9 +207,7 @@ def _own_results(
     values = torch.cat([part.detach().flatten() for part in inputs])
     own = []
     for output in outputs:
-        places = torch.arange(output.numel())
-        if output.numel() < values.numel():
-            places += torch.distributed.get_rank(group) * output.numel()
+        places = torch.arange(output.numel()) + torch.distributed.get_rank(group) * output.numel()
         part = torch.zeros_like(output)
         if values.numel():
             part = values[places % values.numel()].view(output.shape)

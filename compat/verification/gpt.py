@@ -18,7 +18,6 @@ LATENT = {
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8},
     **{"v_head_dim": 8, "rope_type": "rope"},
 }
-ON_CPU = {"masked_softmax_fusion": False}
 
 
 def config_of(layout: Layout, **model: Any) -> Any:
@@ -35,16 +34,13 @@ def config_of(layout: Layout, **model: Any) -> Any:
         # Two messages for one peer in one batch are exchanged by gloo, without a word.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        **ON_CPU,
+        "masked_softmax_fusion": False,
         **model,
         **layout.fields_of(kind),
         **layout.sizes,
         # Of the optimizer alone: layers would convert their data.
         **dict.fromkeys(MIXED_PRECISION, False),
     }
-    if fields.get("num_moe_experts"):
-        # The default, alltoall, is slower over gloo.
-        fields.setdefault("moe_token_dispatcher_type", "allgather")
     return kind(**fields)
 
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from compat.verification.arguments import BY_HAND, INSTEAD, check, parse
-from compat.verification.compare import same_results
-from compat.verification.layout import DIMS, OF_SEVERAL, SIZES, Layout
-from compat.verification.ranks import in_checkout, on_ranks
+from compat.verification.layout import DIMS, OF_SEVERAL
+from compat.verification.ranks import Refused, in_checkout, on_ranks
 from compat.verification.search import Report, reports
 from compat.verification.small_job import FIELD_OF, SHAPE, SmallJob, matches, small_job
 from compat.verification.step import run_variants
 
 # Scripts of Megatron-LM that train another model: a Mamba, a BERT ...
 _OTHER_MODELS = (
-    *("mamba", "hybrid", "mimo", "bert", "t5", "ict", "realm", "vision", "vlm", "retro"),
+    *("pretrain_mamba", "pretrain_hybrid", "pretrain_mimo", "pretrain_bert", "pretrain_t5"),
+    *("pretrain_ict", "pretrain_realm", "pretrain_vision", "pretrain_vlm", "pretrain_retro"),
 )
-# Megatron's own scripts for a GPT: their get_batch and loss_func run.
-_SCRIPTS = ("pretrain_gpt.py",)
 # How a flag of the line is treated.
 VERIFIED = "verified"
 STAND_IN = "replaced by a stand-in"
@@ -68,14 +65,15 @@ def verify_line(
         if dim not in DIMS:
             raise ValueError(f"--keep {dim} is no dim; allowed: {', '.join(DIMS)}.")
     name = Path(script).name
-    if name.startswith(tuple(f"pretrain_{model}" for model in _OTHER_MODELS)):
+    if name.startswith(_OTHER_MODELS):
         raise ValueError(f"{name} trains no GPT: {BY_HAND}")
     if not (checkout / "megatron" / "training" / "arguments.py").is_file():
         raise ValueError(
             f"{checkout} has no megatron/training/arguments.py: give a checkout of Megatron-LM."
         )
 
-    has_script = name in _SCRIPTS and (checkout / name).is_file()
+    # Megatron's own script for a GPT: its get_batch and loss_func run.
+    has_script = name == "pretrain_gpt.py" and (checkout / name).is_file()
     line = Line(tuple(words), world_size, order, tuple(keep), name if has_script else "")
     # Only hypergrid's launcher gives an order: such a job runs hypergrid's parallel_state.
     body = partial(_verified, line, name, tuple(allow), smallest)
@@ -109,19 +107,7 @@ def _verified(
         job.changed.insert(0, "a batch and a loss of ours run, and no get_batch and loss_func")
     if name and not name.startswith("pretrain_gpt"):
         job.changed.insert(0, f"the model is a GPT, whatever {name} has")
-    smallest = []
-    for least in report.smallest:
-        smallest.append(replace(least, layout=_without_functions(least.layout)))
-    report = replace(report, layout=_without_functions(report.layout), smallest=smallest)
     return job.changed, report
-
-
-def _without_functions(layout: Layout) -> Layout:
-    """The layout for a process that cannot import the functions of the checkout."""
-    names = {}
-    for option, value in layout.options.items():
-        names[option] = getattr(value, "__name__", value)
-    return replace(layout, options=names)
 
 
 def _treatments(
@@ -135,32 +121,22 @@ def _treatments(
 
     Flags that set ``idle`` options are not verified.
     """
-    actions = {}
-    for action in parser._actions:
-        for flag in action.option_strings:
-            actions[flag] = action
-    kinds: dict[str, str] = {}
-    jobs_without = {}
+    actions = parser._option_string_actions
+    results = results_alone(job)
+    flags_of: dict[str, list[str]] = {VERIFIED: [], STAND_IN: [], NOT_VERIFIED: []}
     for flag in dict.fromkeys(word.partition("=")[0] for word in line.words):
         if flag not in actions:
             continue
         name = actions[flag].dest
         without = copy.deepcopy(parsed)
         setattr(without, name, actions[flag].default)
-        kinds[flag], other = treatment(line, name, job, without)
-        if FIELD_OF.get(name, name) in idle:
-            kinds[flag] = NOT_VERIFIED
-        if other is not None:
-            jobs_without[flag] = other
-    # An option that reaches the small model may have no effect on it.
-    for flag in set(jobs_without) - with_effect(job, jobs_without):
-        kinds[flag] = NOT_VERIFIED
-    lines = []
-    for kind in (VERIFIED, STAND_IN, NOT_VERIFIED):
-        flags = [flag for flag, treated in kinds.items() if treated == kind]
-        if flags:
-            lines.append(f"{kind}: {' '.join(flags)}")
-    return lines
+        kind, other = treatment(line, name, job, without)
+        has_no_effect = other is not None and not has_effect(other, results)
+        # An option that reaches the small model may have no effect on it.
+        if has_no_effect or FIELD_OF.get(name, name) in idle:
+            kind = NOT_VERIFIED
+        flags_of[kind].append(flag)
+    return [f"{kind}: {' '.join(flags)}" for kind, flags in flags_of.items() if flags]
 
 
 def treatment(line: Line, name: str, job: SmallJob, without: Any) -> tuple[str, SmallJob | None]:
@@ -171,9 +147,8 @@ def treatment(line: Line, name: str, job: SmallJob, without: Any) -> tuple[str, 
     if matches(name, _REPLACED):
         return STAND_IN, None
     layout = job.layout
-    for short, size_name in SIZES.items():
-        if name == size_name and (getattr(layout, short) or 1) > 1:
-            return VERIFIED, None
+    if (layout.sizes.get(name) or 1) > 1:
+        return VERIFIED, None
     option = FIELD_OF.get(name, name)
     if option in OF_SEVERAL and option in layout.options:
         return VERIFIED, None
@@ -189,18 +164,19 @@ def treatment(line: Line, name: str, job: SmallJob, without: Any) -> tuple[str, 
     return VERIFIED, other
 
 
-def with_effect(job: SmallJob, others: Mapping[str, SmallJob]) -> set[str]:
-    """The names of the jobs that compute something else on one rank than ``job`` does."""
+def results_alone(job: SmallJob) -> Any:
+    """All that one rank computes of a job, to the last bit."""
 
-    def differing(_: int) -> set[str]:
+    def results(_: int) -> Any:
         (computed,) = run_variants(job.task, job.layout.alone(), None)
-        names = set()
-        for name, other in others.items():
-            # A job that cannot run without a flag shows no effect of it.
-            with contextlib.suppress(Exception):
-                (other_computed,) = run_variants(other.task, other.layout.alone(), None)
-                if not same_results(computed, other_computed):
-                    names.add(name)
-        return names
+        return computed.digests(), computed.norms
 
-    return on_ranks(1, differing, 120 + len(others))[0]
+    return on_ranks(1, results, 120)[0]
+
+
+def has_effect(other: SmallJob, results: Any) -> bool:
+    """Whether one rank computes something else of this job."""
+    try:
+        return bool(results_alone(other) != results)
+    except Refused:
+        return False  # a job that cannot run without a flag shows no effect of it

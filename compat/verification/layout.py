@@ -99,15 +99,16 @@ class Layout:
         if self.order != Layout.order:
             words.append(f"order={self.order}")
         for name, value in sorted(self.options.items()):
-            if value is True:
-                words.append(name)
-            else:
-                text = getattr(value, "__name__", value)
-                words.append(f"{name}={text}")
+            words.append(name if value is True else f"{name}={_text(value)}")
         return " ".join(words) or "one rank"
 
     def __hash__(self) -> int:
         return hash(str(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that reads a report: it may not have the modules of functions."""
+        options = {name: _text(value) for name, value in self.options.items()}
+        return {**vars(self), "options": options}
 
     @property
     def world_size(self) -> int:
@@ -117,19 +118,12 @@ class Layout:
     @property
     def sizes(self) -> dict[str, int | None]:
         """Sizes as megatron-core's ``initialize_model_parallel`` and its configurations take."""
-        sizes = {}
-        for short, name in SIZES.items():
-            sizes[name] = getattr(self, short)
-        return sizes
+        return {name: getattr(self, short) for short, name in SIZES.items()}
 
     def fields_of(self, configuration: type) -> dict[str, Any]:
         """Options that are fields of one of megatron-core's configurations."""
-        field_names = configuration.__dataclass_fields__  # type: ignore[attr-defined]
-        fields = {}
-        for name, value in self.options.items():
-            if name in field_names:
-                fields[name] = value
-        return fields
+        names = configuration.__dataclass_fields__  # type: ignore[attr-defined]
+        return {name: value for name, value in self.options.items() if name in names}
 
     def alone(self) -> Layout:
         """One rank that computes the same."""
@@ -137,9 +131,7 @@ class Layout:
 
     def without(self, *names: str) -> Layout:
         """The layout without some options."""
-        kept = dict(self.options)
-        for name in names:
-            kept.pop(name, None)
+        kept = {name: value for name, value in self.options.items() if name not in names}
         return replace(self, options=kept)
 
     def smaller(self) -> Iterator[tuple[str, Layout]]:
@@ -148,7 +140,24 @@ class Layout:
         Example: of tp=3, first tp=1, then tp=2. The loss per token comes last: without it context
         parallelism differs by itself.
         """
-        for name, change in self._changes():
+        changes: dict[str, dict[str, Any]] = {}
+        # Chunks first: a pipeline that has them cannot be taken away.
+        for name in ("vp", "etp"):
+            size = getattr(self, name)
+            if size is not None:
+                changes[f"{name}={size}"] = {name: None}
+        for name in ("dp", "pp", "cp", "ep", "tp"):
+            size = getattr(self, name)
+            if size > 1:
+                changes[f"{name}={size}"] = {name: 1}
+            if size > 2:
+                changes[f"{name} > 2"] = {name: 2}
+        if self.order != Layout.order:
+            changes[f"order={self.order}"] = {"order": Layout.order}
+        # False comes before True: the loss per token is the last.
+        for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
+            changes[name] = {"options": self.without(name).options}
+        for name, change in changes.items():
             try:
                 layout = replace(self, **change)
             except ValueError:  # such a layout does not exist
@@ -157,24 +166,7 @@ class Layout:
                 layout = layout.without(*_OF_TP)
             yield name, layout
 
-    def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        dims = ("dp", "pp", "cp", "ep", "tp")
-        for name in dims:
-            size = getattr(self, name)
-            change: dict[str, Any] = {name: 1}
-            if name == "pp":
-                change["vp"] = None
-            if size > 1:
-                yield f"{name}={size}", change
-        for name in dims:
-            if getattr(self, name) > 2:
-                yield f"{name} > 2", {name: 2}
-        for name in ("vp", "etp"):
-            size = getattr(self, name)
-            if size is not None:
-                yield f"{name}={size}", {name: None}
-        if self.order != Layout.order:
-            yield f"order={self.order}", {"order": Layout.order}
-        # False comes before True: the loss per token is the last.
-        for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
-            yield name, {"options": self.without(name).options}
+
+def _text(value: Any) -> Any:
+    """The name of a function, and any other value as it is."""
+    return getattr(value, "__name__", value)

@@ -46,8 +46,8 @@ def adapt() -> None:
     cuda.stream = lambda _stream: contextlib.nullcontext()
     # Each rank draws from the CPU's generator what it would draw from its GPU's.
     cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = _cpu_rng_state
-    cuda.random.get_rng_state = _cpu_rng_state
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.random.get_rng_state = cuda.get_rng_state
     # Schedules, optimizer and gradient clipping write device="cuda" out; rotary embeddings under
     # context parallelism ask for memory that is pinned for a GPU.
     for name in ("empty", "full", "ones", "tensor", "zeros"):
@@ -81,10 +81,6 @@ class _NoStream:
 
     def record_event(self, *_args: Any) -> _NoStream:
         return self
-
-
-def _cpu_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.get_rng_state()
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -260,7 +256,6 @@ class Replaced(NamedTuple):
     name: str
     by: Callable[[Any], Any]  # gives the new value, and takes the old one; None if there is none
     does: str  # instead, and why
-    on_two_ranks: str  # why the results of several ranks are still megatron-core's
 
 
 def _set_cpu_state(set_gpu_state: Callable[..., None]) -> Callable[..., None]:
@@ -298,52 +293,53 @@ def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 # Experts' layers, and losses of gathered logits, change in place what this function returns. In a
 # group of one rank it returns its input, of which autograd then refuses the change.
 _GIVES_ITS_INPUT = "gives its input in a group of one rank"
-_AS_IT_IS = "a group of two or more runs megatron-core's own, forward and backward"
-# All that is replaced in megatron-core itself. The layers of a specification are not in this list:
-# a specification exists to be given other layers.
+# All that is replaced in megatron-core itself, and why the results of several ranks are still its
+# own. The layers of a specification are not in this list: a specification exists to be given other
+# layers.
 REPLACED = (
+    # A group of two or more runs megatron-core's own, forward and backward.
     *(
-        Replaced("tensor_parallel.layers", name, _unless_alone, _GIVES_ITS_INPUT, _AS_IT_IS)
+        Replaced("tensor_parallel.layers", name, _unless_alone, _GIVES_ITS_INPUT)
         for name in (
             "reduce_from_tensor_model_parallel_region",
             "reduce_scatter_to_sequence_parallel_region",
             "gather_from_tensor_model_parallel_region",
         )
     ),
+    # A state belongs to one rank.
     Replaced(
         "tensor_parallel.random",
         "_set_cuda_rng_state",
         _set_cpu_state,
         "sets the state of the CPU's generator where CUDA is absent",
-        "a state belongs to one rank",
     ),
+    # Each rank rounds its own part.
     Replaced(
         "fusions.fused_cross_entropy",
         "torch",
         lambda _: _torch_without_bfloat16(),
         "rounds gradients to float32, and not to bfloat16",
-        "each rank rounds its own part",
     ),
+    # Each rank holds the layer whole; its gradient is summed by megatron-core.
     Replaced(
         "transformer.multi_latent_attention",
         "TELinear",
         lambda _: WholeLinear,
         "is the class by which the module knows a layer that is not split",
-        "each rank holds the layer whole; its gradient is summed by megatron-core",
     ),
+    # The router then multiplies with torch.
     Replaced(
         "transformer.moe.moe_utils",
         "te_general_gemm",
         lambda function: function,
         "is None, where 0.16 has no such name",
-        "the router then multiplies with torch",
     ),
+    # A training job has no such layer.
     Replaced(
         "transformer.multi_token_prediction",
         "is_inference_column_parallel_linear",
         lambda _: lambda _: False,
         "knows no layer for inference",
-        "a training job has no such layer",
     ),
 )
 

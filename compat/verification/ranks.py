@@ -8,45 +8,49 @@ with their parent.
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 from compat.swap import install
 from compat.verification import on_cpu
 
 T = TypeVar("T")
 MAX_RANKS = 16
-_NEWEST_NEEDED = (3, 12)  # the Python that some modules of Megatron-LM's main branch need
+_WEEK = 604_800.0  # seconds
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _IMPORTED = (
     *("distributed", "optimizer", "pipeline_parallel", "dist_checkpointing"),
     *("models.gpt", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer"),
 )
+# What a process sends to its parent.
+_TEXT = "text"  # of ``say``
+_RESULT = "result"
+_ERROR = "error"
+_parents: list[Any] = []  # the parent's end of this process, if it has one
 
 
 class Refused(Exception):
-    """A rank raised: the kind and text of its error, and as ``trace`` the traceback."""
+    """A rank raised: the kind and text of its error."""
 
-    def __init__(self, text: str, trace: str = "") -> None:
-        super().__init__(text, trace)
-        self.trace = trace
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+class Unfinished(Refused):
+    """A rank ended, or did not finish in time."""
 
 
 def in_child(body: Callable[[], T]) -> T:
@@ -55,15 +59,7 @@ def in_child(body: Callable[[], T]) -> T:
 
     if torch.cuda.is_initialized():
         raise RuntimeError("verify forks processes: call it before CUDA is used in this one.")
-    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
-        outcome_file = Path(directory, "outcome")
-        pid = _fork(lambda: _adapted(body), outcome_file, ValueError)
-        try:
-            os.waitpid(pid, 0)
-        except BaseException:
-            _end([pid])
-            raise
-        return _outcome(outcome_file)
+    return _in_processes("fork", 1, lambda _: _adapted(body), ValueError)[0]
 
 
 def in_checkout(
@@ -78,57 +74,42 @@ def in_checkout(
     is called with each text that ``body`` gives to ``say``, at once.
     A forked process would keep the modules that this one has imported from elsewhere.
     """
-    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
-        request = Path(directory, "request")
-        request.write_bytes(pickle.dumps((body, checkout, is_replaced)))
-        search_path = [str(checkout.resolve()), *sys.path]
-        read_end, write_end = os.pipe()
-        arguments = ["\n".join(search_path), directory, str(os.getpid()), str(write_end)]
-        # What Megatron prints is no part of the report, which may be JSON.
-        process = subprocess.Popen(
-            [sys.executable, "-c", _NEW_PROCESS, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[write_end],
-        )
-        os.close(write_end)
-        try:
-            # The pipe ends with the process and its ranks.
-            with os.fdopen(read_end) as progress:
-                for line in progress:
-                    listen(json.loads(line))
-            process.wait()
-        finally:
-            process.kill()
-        return _outcome(Path(directory, "outcome"))
-
-
-_listeners: list[int] = []  # where the new process writes what ``say`` is given
+    in_new_process = partial(_in_new_process, body, checkout.resolve(), is_replaced)
+    # A new process begins with the path of this one, and imports hypergrid before it runs a body.
+    with mock.patch.object(sys, "path", [str(checkout.resolve()), *sys.path]):
+        return _in_processes("spawn", 1, in_new_process, ValueError, listen=listen)[0]
 
 
 def say(text: str) -> None:
     """Give a text to the process that verifies, while this one still works."""
-    for write_end in _listeners:
-        os.write(write_end, f"{json.dumps(text)}\n".encode())
+    for parent in _parents:
+        _send(parent, _TEXT, text)
 
 
-# The path is replaced before anything is imported: -c puts the current directory first.
-_NEW_PROCESS = (
-    "import sys; sys.path[:] = sys.argv[1].split(chr(10)); "
-    "from compat.verification.ranks import answer; answer(sys.argv[2], *map(int, sys.argv[3:]))"
-)
+def on_ranks(world: int, body: Callable[[int], T], timeout: float) -> list[T]:
+    """Run ``body(rank)`` on each of ``world`` forked ranks of a gloo job; their results.
+
+    Refused, with the first rank's error, if one raises or ends; all others are then ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
+        joined = partial(_joined, world, directory, body)
+        return _in_processes("fork", world, joined, timeout=timeout)
 
 
-def answer(directory: str, parent: int, write_end: int) -> None:
-    """Answer the request in this directory, in the new process of ``in_checkout``."""
-    _end_with_parent(parent)
-    _listeners.append(write_end)
+def _joined(world: int, directory: str, body: Callable[[int], T], rank: int) -> T:
+    import torch.distributed as dist
 
-    def answered() -> Any:
-        body, checkout, is_replaced = pickle.loads(Path(directory, "request").read_bytes())
-        return _adapted(body, checkout, is_replaced)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    store = f"file://{directory}/store"
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store, timeout, rank=rank, world_size=world)
+    return body(rank)
 
-    _write(answered, Path(directory, "outcome"), ValueError)
+
+def _in_new_process(body: Callable[[], T], checkout: Path, is_replaced: bool, _: int) -> T:
+    # What Megatron prints is no part of the report, which may be JSON.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return _adapted(body, checkout, is_replaced)
 
 
 def _adapted(body: Callable[[], T], checkout: Path | None = None, is_replaced: bool = True) -> T:
@@ -148,78 +129,94 @@ def _adapted(body: Callable[[], T], checkout: Path | None = None, is_replaced: b
     on_cpu.adapt()
     if is_replaced and "megatron.core.parallel_state" not in sys.modules:
         install()
-    try:
-        for name in _IMPORTED:  # once, before ranks are forked
-            import_module(f"megatron.core.{name}")
-    except (ImportError, SyntaxError) as error:
-        raise with_python(error) from error
+    for name in _IMPORTED:  # once, before ranks are forked
+        import_module(f"megatron.core.{name}")
     core = Path(str(sys.modules["megatron.core"].__file__)).parent
-    if checkout is not None and core != checkout.resolve() / "megatron" / "core":
+    if checkout is not None and core != checkout / "megatron" / "core":
         raise ValueError(f"megatron.core was imported from {core}, not from {checkout}.")
     on_cpu.replace_parts()
     return body()
 
 
-def with_python(error: Exception) -> Exception:
-    """The error, with the remedy where syntax or a standard module is newer than this Python."""
-    of_python = isinstance(error, SyntaxError)
-    if isinstance(error, ImportError):
-        of_python = error.name in sys.stdlib_module_names
-    if sys.version_info >= _NEWEST_NEEDED or not of_python:
-        return error
-    needed = ".".join(map(str, _NEWEST_NEEDED))
-    return ValueError(f"this Megatron-LM needs Python {needed} or later: {_text(error)}")
+def _in_processes(
+    method: str,
+    count: int,
+    body: Callable[[int], T],
+    *plain_errors: type[Exception],
+    timeout: float = _WEEK,
+    listen: Callable[[str], None] = lambda _: None,
+) -> list[T]:
+    """Run ``body(number)`` in new processes; their results, or the first error of one of them.
 
-
-def on_ranks(world: int, body: Callable[[int], T], timeout: float) -> list[T]:
-    """Run ``body(rank)`` on each of ``world`` forked ranks of a gloo job; their results.
-
-    Refused, with the first rank's error, if one raises or ends; all others are then ended.
+    An error that is none of ``plain_errors`` arrives as Refused.
     """
-    with tempfile.TemporaryDirectory(prefix="hypergrid-verify-") as directory:
-        files = [Path(directory, str(rank)) for rank in range(world)]
-        children = {}
-        for rank, outcome_file in enumerate(files):
-            pid = _fork(lambda rank=rank: _joined(rank, world, directory, body), outcome_file)  # type: ignore[misc]
-            children[pid] = rank
-        try:
-            _wait(dict(children), files, time.monotonic() + timeout)
-            return [_outcome(outcome_file) for outcome_file in files]
-        finally:
-            _end(children)
+    context: Any = multiprocessing.get_context(method)
+    end = time.monotonic() + timeout
+    processes = []
+    number_of = {}
+    results: dict[int, T] = {}
+    try:
+        for number in range(count):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (os.getpid(), sender, body, number, plain_errors)
+            process = context.Process(target=_answer, args=arguments)
+            process.start()
+            sender.close()
+            processes.append(process)
+            number_of[receiver] = number
+        while number_of:
+            ready = connection.wait(number_of, max(0.0, end - time.monotonic()))
+            if not ready:
+                late = sorted(number_of.values())
+                raise Unfinished(f"ranks {late} did not finish a step in time")
+            for receiver in ready:
+                kind, value = _received(receiver)
+                if kind == _ERROR:
+                    raise value
+                if kind == _TEXT:
+                    listen(value)
+                else:
+                    results[number_of.pop(receiver)] = value
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [results[number] for number in range(count)]
 
 
-def _joined(rank: int, world: int, directory: str, body: Callable[[int], T]) -> T:
-    import torch.distributed as dist
-
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    store = dist.FileStore(str(Path(directory, "store")), world)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    return body(rank)
-
-
-def _wait(running: dict[int, int], files: Sequence[Path], end: float) -> None:
-    while running:
-        pid, _ = os.waitpid(-1, os.WNOHANG)
-        if pid in running:
-            rank = running.pop(pid)
-            _outcome(files[rank])  # raises what this rank raised
-        elif time.monotonic() > end:
-            late = sorted(running.values())
-            raise Refused(f"ranks {late} did not finish a step in time")
-        else:
-            time.sleep(0.01)
+def _answer(
+    parent_id: int,
+    parent: Any,
+    body: Callable[[int], Any],
+    number: int,
+    plain_errors: tuple[type[Exception], ...],
+) -> None:
+    """Send the result of ``body(number)``, or its error, to the parent of this process."""
+    _end_with_parent(parent_id)
+    _parents[:] = [parent]
+    kind = _RESULT
+    try:
+        value = body(number)
+    except BaseException as error:
+        kind = _ERROR
+        value = error
+        if not isinstance(error, plain_errors):
+            value = Refused(text_of(error))
+    _send(parent, kind, value)
 
 
-def _fork(body: Callable[[], Any], outcome_file: Path, *plain_errors: type[Exception]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    parent = os.getpid()
-    if pid := os.fork():
-        return pid
-    _end_with_parent(parent)
-    os._exit(_write(body, outcome_file, *plain_errors))
+def _send(parent: Any, kind: str, value: Any) -> None:
+    # Pickled here: the connection would share a tensor's memory, which ends with this process.
+    parent.send_bytes(pickle.dumps((kind, value)))
+
+
+def _received(sender: Any) -> tuple[str, Any]:
+    try:
+        message = sender.recv_bytes()
+    except (EOFError, OSError):
+        return _ERROR, Unfinished("a process ended without a word: was it killed?")
+    kind, value = pickle.loads(message)
+    return kind, value
 
 
 def _end_with_parent(parent: int) -> None:
@@ -232,45 +229,10 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _write(body: Callable[[], Any], outcome_file: Path, *plain_errors: type[Exception]) -> int:
-    """Run ``body`` and write its result or error to a file; the exit status."""
-    code = 0
-    try:
-        outcome = (True, body())
-    except BaseException as error:
-        code = 1
-        if not isinstance(error, plain_errors):
-            error = Refused(_text(error), traceback.format_exc())
-        outcome = (False, error)
-    part = outcome_file.with_suffix(".part")
-    part.write_bytes(pickle.dumps(outcome))
-    part.rename(outcome_file)
-    return code
-
-
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """The kind and the sentence of an error; the line that raised it, if it has no sentence."""
     sentence = " ".join(str(error).split())
     if not sentence:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         sentence = f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno})"
     return f"{type(error).__name__}: {sentence}"
-
-
-def _outcome(outcome_file: Path) -> Any:
-    if not outcome_file.exists():
-        raise Refused("a process ended without a word: was it killed?")
-    is_result, value = pickle.loads(outcome_file.read_bytes())
-    if not is_result:
-        raise value
-    return value
-
-
-def _end(pids: Any) -> None:
-    for pid in pids:
-        try:
-            if os.waitpid(pid, os.WNOHANG)[0] == 0:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        except (ChildProcessError, ProcessLookupError):
-            continue

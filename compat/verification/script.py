@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from compat.verification.layout import SIZES, Layout
+from compat.verification.layout import Layout
 from compat.verification.step import MicroBatch
 
 
@@ -31,15 +31,16 @@ class Script:
 
         samples, length = batch[0]["input_ids"].shape
         args = copy.copy(self.args)
-        for short, name in SIZES.items():
-            setattr(args, name, getattr(layout, short))
-        args.micro_batch_size = samples
-        args.seq_length = length
-        # A check of one value, which asks torch for a GPU's memory.
-        args.check_for_nan_in_loss_and_grad = False
-        args.check_for_spiky_loss = False
-        # Without a mask, each layer makes its causal one.
-        args.create_attention_mask_in_dataloader = False
+        vars(args).update(
+            layout.sizes,
+            micro_batch_size=samples,
+            seq_length=length,
+            # A check of one value, which asks torch for a GPU's memory.
+            check_for_nan_in_loss_and_grad=False,
+            check_for_spiky_loss=False,
+            # Without a mask, each layer makes its causal one.
+            create_attention_mask_in_dataloader=False,
+        )
         variables: Any = global_vars
         variables._GLOBAL_ARGS = args
         variables._GLOBAL_TIMERS = Timers(0, "minmax")

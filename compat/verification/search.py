@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
 from compat.verification.compare import (
-    MARGIN,
-    NOISE_FLOOR,
-    OF_DROPOUT,
     Finding,
     Reference,
     describe,
@@ -29,7 +26,7 @@ from compat.verification.layout import (
     RECOMPUTATION,
     Layout,
 )
-from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks, say
+from compat.verification.ranks import MAX_RANKS, Refused, Unfinished, in_child, on_ranks, say
 from compat.verification.step import (
     PLAIN,
     RANDOM_INIT,
@@ -45,30 +42,10 @@ from hypergrid.messages import few, install_command
 
 ULP = 2.0**-23  # of float32
 SECONDS_FOR_SITES = 30  # in which the results of each collective are left out
-SECONDS_FOR_OPTIONS = 60  # in which each option is left out
-_IDLE = "no collective runs for it"
-_AT_ONCE = 6  # of them in one job; it ends where ranks wait for each other without an end
 NOT_COVERED = (
     "kernels of Transformer Engine and fused kernels (megatron-core's local layers ran instead)",
     "NCCL (gloo ran instead), CUDA, float16, bfloat16 and FP8",
 )
-
-
-@dataclass(frozen=True)
-class Smallest:
-    """The least of a layout that still differs."""
-
-    layout: Layout
-    findings: list[Finding]
-    needed: dict[str, str]  # what may not be taken away, and what happens without it
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "layout": str(self.layout),
-            "findings": list(map(vars, self.findings)),
-            "needed": self.needed,
-        }
 
 
 @dataclass(frozen=True)
@@ -78,10 +55,10 @@ class Report:
     layout: Layout
     findings: Sequence[Finding] = ()
     allowed: Sequence[Finding] = ()
-    smallest: Sequence[Smallest] = ()
+    smallest: Layout | None = None  # the least of the layout that shows one of the findings
+    needed: Mapping[str, str] = field(default_factory=dict)  # in it, and what happens without it
     tolerance: float = 0.0
     refused: str = ""  # why the model cannot have this layout
-    trace: str = ""  # of the rank that refused
     not_covered: tuple[str, ...] = NOT_COVERED
     idle: tuple[str, ...] = ()  # options of several ranks for which no collective runs
 
@@ -94,19 +71,15 @@ class Report:
         bound = f"{self.tolerance:.1g} relative"
         if self.refused:
             return f"{ranks} cannot be verified: {self.refused}"
-        lines = []
+        lines = [f"{ranks} compute what one rank computes, to {bound}."]
         if self.findings:
-            lines.append(f"{ranks} do not compute what one rank computes")
-            lines[0] += f" (differences above {bound}):"
-            lines += _indented(describe(self.findings), 2)
+            lines = [f"{ranks} do not compute what one rank computes (above {bound}):"]
+            lines += [f"  {text}" for text in describe(self.findings)]
         elif self.allowed:
-            lines.append(f"{ranks} differ from one rank only where it is allowed, above {bound}.")
-        else:
-            lines.append(f"{ranks} compute what one rank computes, to {bound}.")
-        for least in self.smallest:
-            lines.append(f"  smallest layout that differs: {least.layout}")
-            lines += _indented(describe(least.findings), 4)
-            for name, effect in least.needed.items():
+            lines = [f"{ranks} differ from one rank only where it is allowed, above {bound}."]
+        if self.smallest is not None:
+            lines.append(f"  smallest layout that differs: {self.smallest}")
+            for name, effect in self.needed.items():
                 lines.append(f"    without {name}: {effect}")
         if self.allowed:
             lines.append(f"  allowed: {'; '.join(describe(self.allowed))}")
@@ -116,15 +89,13 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
+            **vars(self),
             "layout": str(self.layout),
             "ranks": self.layout.world_size,
             "agrees": self.agrees,
-            "refused": self.refused,
-            "tolerance": self.tolerance,
             "findings": list(map(vars, self.findings)),
             "allowed": list(map(vars, self.allowed)),
-            "smallest": list(map(Smallest.as_dict, self.smallest)),
-            "not_covered": list(self.not_covered),
+            "smallest": self.smallest and str(self.smallest),
         }
 
 
@@ -192,9 +163,7 @@ def verify(
         spec = find_spec("megatron.core")
     if spec is None:
         raise ModuleNotFoundError(f"verify needs megatron-core: {install_command('megatron')}.")
-    if isinstance(layouts, Layout):
-        layouts = [layouts]
-    layout_list = list(layouts)
+    layout_list = [layouts] if isinstance(layouts, Layout) else list(layouts)
     task = Task(build, list(batch), loss, seq_length)
     return in_child(lambda: reports(task, layout_list, allow, smallest, timeout))
 
@@ -229,11 +198,8 @@ def _check(task: Task, layout: Layout) -> None:
             f"machine: make larger dims smaller."
         )
     # An interleaved pipeline takes as many micro batches at a time as it has stages.
-    divisor = layout.dp
-    dims = "dp"
-    if layout.vp:
-        divisor *= layout.pp
-        dims = "dp x pp"
+    divisor = layout.dp * layout.pp if layout.vp else layout.dp
+    dims = "dp x pp" if layout.vp else "dp"
     if not task.batch or len(task.batch) % divisor:
         raise ValueError(
             f"{layout} needs a multiple of {divisor} micro batches ({dims}), got {len(task.batch)}."
@@ -242,14 +208,12 @@ def _check(task: Task, layout: Layout) -> None:
 
 def _check_options(layout: Layout) -> None:
     """ValueError if an option is in none of this release's configurations."""
-    import megatron.core
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig
 
-    option_names = {RANDOM_INIT}
-    for kind in (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig):
-        option_names.update(kind.__dataclass_fields__)
+    configurations = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    option_names = {RANDOM_INIT}.union(*(kind.__dataclass_fields__ for kind in configurations))
     for name, value in layout.options.items():
         if name in FULLY_SHARDED and value:
             raise ValueError(f"{name} is not verified: its code needs CUDA.")
@@ -261,114 +225,96 @@ def _check_options(layout: Layout) -> None:
             )
         if name not in option_names:
             raise ValueError(
-                f"megatron-core {megatron.core.__version__} has no option {name!r} in "
-                f"TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."
+                f"this megatron-core has no option {name!r} in TransformerConfig, "
+                f"DistributedDataParallelConfig or OptimizerConfig."
             )
 
 
 def _with_dropout(layout: Layout) -> list[Variant]:
     """A step with dropout, if ranks share what it draws for or recompute it; and one that keeps."""
-    recomputes = "recompute_granularity" in layout.options
     dropping = Variant(dropout=True, steps=1)
-    if recomputes:
+    if "recompute_granularity" in layout.options:
         return [dropping, replace(dropping, recomputes=False)]
     return [dropping] if layout.tp > 1 else []
 
 
+@dataclass
 class _Job:
-    """Steps of one task; each reference and each layout runs once."""
+    """Steps of one task; each reference runs once."""
 
-    def __init__(self, task: Task, allow: tuple[str, ...], timeout: float) -> None:
-        self.task = task
-        self.allow = allow
-        self.timeout = timeout
-        self._references: dict[Layout, Reference] = {}
-        self._differing: dict[tuple[Layout, bool], list[Finding] | Refused] = {}
-        self._computed: dict[Layout, list[Computed]] = {}  # of each rank
-        self._seconds: dict[Layout, float] = {}  # of the first run of each layout
+    task: Task
+    allow: tuple[str, ...]
+    timeout: float
+    _references: dict[Layout, Reference] = field(default_factory=dict)
 
     def report(self, layout: Layout, search: bool) -> Report:
-        differing = self.differing(layout)
-        not_covered = _not_covered()
-        if isinstance(differing, Refused):
-            return Report(layout, refused=str(differing), trace=differing.trace)
-        wrong, allowed = self._sorted(differing)
-        refused = ""
-        idle: tuple[str, ...] = ()
-        if not wrong:
-            refused = self._worthless(layout)
-        if not wrong and not refused:
-            for why, options in self._idle_options(layout).items():
-                not_covered += (f"{', '.join(options)}: {why}",)
-                idle += tuple(options)
-            seconds = SECONDS_FOR_SITES if search else 0
-            not_covered += tuple(self._uncovered(layout, seconds))
+        start = time.monotonic()
+        try:
+            ranks, differing = self._compared(layout)
+        except Refused as refused:
+            return Report(layout, refused=str(refused))
+        seconds = time.monotonic() - start
+        wrong = self._wrong(differing)
+        allowed = [finding for finding in differing if finding not in wrong]
         tolerance = self.reference(layout.alone()).tolerance
-        report = Report(layout, wrong, allowed, (), tolerance, refused, "", not_covered, idle)
-        if search and wrong:
+        report = Report(layout, wrong, allowed, tolerance=tolerance, not_covered=_not_covered())
+        if wrong:
+            if not search:
+                return report
             # The search takes longer than the verdict, which is known already.
             say(f"{report}\nSearching for the smallest layout that differs ...")
-            report = replace(report, smallest=list(self._all_smallest(layout, wrong)))
-        return report
+            keys = {finding.key for finding in wrong}
+            smallest_layout, needed = self._smallest(layout, keys)
+            return replace(report, smallest=smallest_layout, needed=needed)
+        worthless = self._worthless(layout)
+        if worthless:
+            return replace(report, refused=worthless)
+        not_covered = [*report.not_covered]
+        idle = self._idle_options(layout, ranks)
+        if idle:
+            not_covered.append(f"{', '.join(idle)}: no collective was seen to run for it")
+        not_covered += self._uncovered(layout, ranks, seconds, SECONDS_FOR_SITES if search else 0)
+        return replace(report, not_covered=tuple(not_covered), idle=tuple(idle))
 
-    def _sorted(self, differing: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
-        """The findings that are wrong, and those that are allowed."""
-        wrong: list[Finding] = []
-        allowed: list[Finding] = []
-        for finding in differing:
-            (allowed if finding.matches(self.allow) else wrong).append(finding)
-        return wrong, allowed
+    def _wrong(self, differing: Iterable[Finding]) -> list[Finding]:
+        """The findings that are not allowed."""
+        return [finding for finding in differing if not finding.matches(self.allow)]
 
     def reference(self, alone: Layout) -> Reference:
         """The results of one rank, and the effect that rounding has on them."""
         if alone not in self._references:
             variants = [PLAIN, Variant(backwards=True, jitter=ULP), Variant(jitter=ULP)]
-            (results,) = self._run(alone, None, variants)
-            self._references[alone] = Reference(results[0], results[1:])
+            (computed,), *repeated = self._run(alone, variants)
+            self._references[alone] = Reference(computed, [other for (other,) in repeated])
         return self._references[alone]
 
-    def _refuse_noise(self, alone: Layout) -> None:
-        """Refused if the step of one rank cannot be repeated: any difference would be noise."""
-        noise = self.reference(alone).noise()
-        if not noise:
-            return
-        names = self.reference(alone).initial.keys()
-        causes = []
-        for option in alone.options:
-            # An option that others need cannot be left out: then it is not named.
-            with suppress(Refused):
-                without = self.reference(alone.without(option))
-                # Without experts there is no router either: the model must stay the same.
-                if without.initial.keys() == names and not without.noise():
-                    causes.append(option)
-        cause = " or ".join(causes) or "the model, or several of its options,"
-        raise Refused(
-            f"{cause} makes the step random or dependent on the order of micro batches: on one "
-            f"rank, in reverse order or with weights that differ in the last bit, {noise} of its "
-            f"size, and above {NOISE_FLOOR / MARGIN:.0e} a fault cannot be told from that"
-        )
+    def _compared(self, layout: Layout) -> tuple[list[Computed], list[Finding]]:
+        """The results of each rank, without tensors, and the findings.
 
-    def differing(self, layout: Layout, with_dropout: bool = True) -> list[Finding] | Refused:
-        """The findings in this layout; Refused, returned and not raised, if it cannot run."""
-        key = (layout, with_dropout)
-        if key not in self._differing:
-            variants = [PLAIN]
-            if with_dropout:
-                variants += _with_dropout(layout)
-            try:
-                self._refuse_noise(layout.alone())
-                reference = self.reference(layout.alone())
-                ranks, *dropping = self._run_layout(layout, variants)
-                self._computed[layout] = ranks
-                differing = findings(reference, ranks)
-                if dropping:
-                    differing += draws_that_are_wrong(dropping[0])
-                if len(dropping) > 1:
-                    differing += recomputed_gradients_that_differ(reference, *dropping)
-                self._differing[key] = differing
-            except Refused as refused:
-                self._differing[key] = refused
-        return self._differing[key]
+        Raises
+        ------
+        Refused
+            The layout cannot run, or one rank cannot repeat the step: any difference would be
+            noise.
+        """
+        reference = self.reference(layout.alone())
+        noise = reference.noise()
+        if noise:
+            raise Refused(
+                f"the model, or one of its options, makes the step random or dependent on the "
+                f"order of micro batches: on one rank, in reverse order or with weights that "
+                f"differ in the last bit, {noise} of its size. A fault cannot be told from that"
+            )
+        ranks, *dropping = self._run(layout, [PLAIN, *_with_dropout(layout)])
+        differing = findings(reference, ranks)
+        if dropping:
+            differing += draws_that_are_wrong(dropping[0])
+        if len(dropping) > 1:
+            differing += recomputed_gradients_that_differ(reference, *dropping)
+        for computed in ranks:
+            # What follows runs the layout again, and needs the memory.
+            computed.tensors.clear()
+        return ranks, differing
 
     def _worthless(self, layout: Layout) -> str:
         """Why agreement in this layout would say nothing; "" if it does say something."""
@@ -380,50 +326,54 @@ class _Job:
             return "no parameter has a gradient"
         return ""
 
-    def _idle_options(self, layout: Layout) -> dict[str, list[str]]:
-        """Options of several ranks without which these call the same collectives, in words."""
-        trials = []
+    def _idle_options(self, layout: Layout, ranks: Sequence[Computed]) -> list[str]:
+        """Options of several ranks without which these were not seen to call other collectives."""
+        calls = [computed.calls for computed in ranks]
+        idle = []
         for option in layout.options:
             # Recomputation is compared by itself, and the optimizer's copies talk to nobody.
-            if option in OF_SEVERAL and option not in (*RECOMPUTATION, *MIXED_PRECISION):
-                trials.append(Variant(left_out=option, steps=1))
-        calls = [computed.calls for computed in self._computed[layout]]
-        idle: dict[str, list[str]] = {}
-        try:
-            by_variant = self._run_layout(layout, trials, SECONDS_FOR_OPTIONS) if trials else []
-        except Refused:
-            return {"not tried without it": [trial.left_out for trial in trials]}
-        for trial, ranks in zip(trials, by_variant, strict=True):
+            if option not in OF_SEVERAL or option in (*RECOMPUTATION, *MIXED_PRECISION):
+                continue
+            try:
+                (ranks,) = self._run(layout.without(option), [Variant(steps=1)])
+            except Unfinished:
+                idle.append(option)
+                continue
+            except Refused:
+                continue  # Megatron's own error says that it needs the option
             if calls == [computed.calls for computed in ranks]:
-                idle.setdefault(_IDLE, []).append(trial.left_out)
+                idle.append(option)
         return idle
 
-    def _uncovered(self, layout: Layout, seconds: float) -> Iterator[str]:
+    def _uncovered(
+        self, layout: Layout, ranks: Sequence[Computed], seconds_of_run: float, seconds: float
+    ) -> Iterator[str]:
         """Collectives of which a lost result would not be seen, or was not tried, in words.
 
         Each call site is left out on one of its ranks; where nothing differs, on another one.
         """
         ranks_of: dict[str, list[int]] = {}
         one_way: set[str] = set()
-        for rank, computed in enumerate(self._computed[layout]):
+        for rank, computed in enumerate(ranks):
             one_way |= computed.one_way
             for site in {call.site for call in computed.calls}:
                 ranks_of.setdefault(site, []).append(rank)
-        seen: dict[str, bool] = {}
         if seconds:
             say(f"{layout} agrees: are lost results of {len(ranks_of)} collectives seen?")
         end = time.monotonic() + seconds
-        for place, steps in ((-1, 1), (0, 2), (-1, 2)):
-            trials = []
-            for site in sorted(ranks_of):
-                if not seen.get(site):
-                    trials.append(
-                        Variant(left_out=site, leaving_out=ranks_of[site][place], steps=steps)
-                    )
-            for first in range(0, len(trials), _AT_ONCE):
-                seen |= self._seen(layout, trials[first : first + _AT_ONCE], end)
-        unseen = [site for site in seen if not seen[site]]
-        untried = sorted(ranks_of.keys() - seen.keys())
+        unseen = []
+        untried = []
+        for site, site_ranks in sorted(ranks_of.items()):
+            for place, steps in ((-1, 1), (0, 2), (-1, 2)):
+                if time.monotonic() >= end:
+                    untried.append(site)
+                    break
+                trial = Variant(left_out=site, leaving_out=site_ranks[place], steps=steps)
+                # Ranks that wait for each other without an end are ended.
+                if self._is_seen(layout, trial, 2 * seconds_of_run):
+                    break
+            else:
+                unseen.append(site)
         if one_way:
             yield f"the backward pass of {', '.join(sorted(one_way))}, which did not run"
         if unseen:
@@ -431,84 +381,41 @@ class _Job:
         if untried:
             yield f"lost results of {', '.join(untried)}: not tried"
 
-    def _seen(self, layout: Layout, trials: Sequence[Variant], end: float) -> dict[str, bool]:
-        """Whether something differs, for each site that was tried before ``end``."""
-        seen: dict[str, bool] = {}
-        left = end - time.monotonic()
-        if not trials or left <= 0:
-            return seen
-        seconds = self._seconds[layout] * (1 + len(trials))
+    def _is_seen(self, layout: Layout, trial: Variant, timeout: float) -> bool:
+        """Whether something differs where the results of a call site are lost."""
         try:
-            by_variant = self._run_layout(layout, trials, min(left, seconds))
+            (ranks,) = self._run(layout, [trial], timeout)
         except Refused:
-            if left < seconds:
-                return seen
-            # A rank ended, or ranks wait for each other without an end: nobody would miss that.
-            if len(trials) == 1:
-                return {trials[0].left_out: True}
-            for trial in trials:
-                seen |= self._seen(layout, [trial], end)
-            return seen
-        for trial, ranks in zip(trials, by_variant, strict=False):
-            wrong, _ = self._sorted(findings(self.reference(layout.alone()), ranks))
-            seen[trial.left_out] = bool(wrong)
-        rest = trials[len(by_variant) :]
-        if rest:
-            seen[rest[0].left_out] = True  # a rank raised
-            seen |= self._seen(layout, rest[1:], end)
-        return seen
+            return True  # nobody would miss that
+        return bool(self._wrong(findings(self.reference(layout.alone()), ranks)))
 
-    def _run_layout(
+    def _run(
         self, layout: Layout, variants: Sequence[Variant], timeout: float | None = None
     ) -> list[list[Computed]]:
         """The results of each rank, for each variant, from the initial weights of one rank."""
-        initial = self.reference(layout.alone()).initial
-        start = time.monotonic()
-        by_rank = self._run(layout, initial, variants, timeout)
-        self._seconds.setdefault(layout, time.monotonic() - start)
-        # Where a rank raised, others have taken the same steps, or one more.
-        return [list(ranks) for ranks in zip(*by_rank, strict=False)]
-
-    def _run(
-        self,
-        layout: Layout,
-        initial: Any,
-        variants: Sequence[Variant],
-        timeout: float | None = None,
-    ) -> list[list[Computed]]:
-        """The results for each variant, of each rank."""
-        return on_ranks(
+        alone = layout.alone()
+        initial = None if layout == alone else self.reference(alone).initial
+        by_rank = on_ranks(
             layout.world_size,
             lambda _: run_variants(self.task, layout, initial, variants),
             timeout or self.timeout,
         )
+        return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
-    def _all_smallest(self, layout: Layout, wrong: list[Finding]) -> Iterable[Smallest]:
-        """A layout for each cause: what the smallest one does not show is searched for again."""
-        unexplained = {finding.key for finding in wrong}
-        while unexplained:
-            least = self._smallest(layout, unexplained)
-            yield least
-            unexplained = unexplained - {finding.key for finding in least.findings}
-
-    def _smallest(self, layout: Layout, keys: set[tuple[str, str]]) -> Smallest:
+    def _smallest(
+        self, layout: Layout, keys: set[tuple[str, str]]
+    ) -> tuple[Layout, dict[str, str]]:
+        """The smallest layout that shows one of these findings, and what is needed in it."""
         needed: dict[str, str] = {}
-        with_dropout = any(quantity in OF_DROPOUT for quantity, _ in keys)
         for name, trial in layout.smaller():
             say(f"  {layout}: does it differ without {name}?")
-            differing = self.differing(trial, with_dropout)
-            if isinstance(differing, Refused):
-                needed[name] = f"refused: {differing}"
-            elif keys.isdisjoint(finding.key for finding in differing):
+            try:
+                _, differing = self._compared(trial)
+            except Refused as refused:
+                needed[name] = f"refused: {refused}"
+                continue
+            if keys.isdisjoint(finding.key for finding in differing):
                 needed[name] = "agrees"
             elif name != LOSS_PER_TOKEN:
                 return self._smallest(trial, keys)
-        differing = self.differing(layout, with_dropout)
-        assert not isinstance(differing, Refused)
-        wrong, _ = self._sorted(differing)
-        return Smallest(layout, wrong, needed)
-
-
-def _indented(lines: Iterable[str], width: int) -> Iterator[str]:
-    for line in lines:
-        yield " " * width + line
+        return layout, needed

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 
 from compat.verification.arguments import BY_HAND
@@ -58,22 +57,26 @@ _LEFT_OUT = (
     "moe_router_dtype",
 )
 # Arguments that set fields of DistributedDataParallelConfig, or how the job starts.
+_SAME_NAME = (
+    *("data_parallel_random_init", "overlap_grad_reduce", "overlap_param_gather"),
+    *("use_distributed_optimizer", *MIXED_PRECISION),
+)
 FIELD_OF = {
-    "data_parallel_random_init": "data_parallel_random_init",
+    **{name: name for name in _SAME_NAME},
     "ddp_average_in_collective": "average_in_collective",
     "ddp_bucket_size": "bucket_size",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-    "use_distributed_optimizer": "use_distributed_optimizer",
 }
 # The embedding on the first stage, or the loss on the last, counts as a layer.
 _IN_PLACE_OF_LAYERS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+_OF_HYBRID_MODELS = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _BUCKET_SIZE = 10_000  # parameters: several buckets for each small chunk
+# Sizes that are smaller in the small model, if the job has them.
+_AT_MOST = {"recompute_num_layers": 1, "mtp_num_layers": 2}
 
 
 class SmallJob(NamedTuple):
@@ -94,10 +97,7 @@ def small_job(
     args: Any, order: str | None = None, keep: Sequence[str] = (), script: str = ""
 ) -> SmallJob:
     """The small job of checked arguments; ``script`` is the training script, if Megatron's."""
-    is_hybrid = getattr(args, "is_hybrid_model", False)
-    pattern = getattr(args, "hybrid_override_pattern", None)
-    pattern = pattern or getattr(args, "hybrid_layer_pattern", None)
-    if is_hybrid or pattern:
+    if any(getattr(args, name, None) for name in _OF_HYBRID_MODELS):
         raise ValueError(f"the arguments describe a hybrid model: {BY_HAND}")
     changed: list[str] = []
     layout = small_layout(args, keep, changed)
@@ -125,10 +125,8 @@ def small_job(
     dims = {name: getattr(layout, name) for name in DIMS_TOLD_APART}
     samples = _unlike(2, dims.values())  # of a micro batch
     # Of each data-parallel rank; an interleaved pipeline needs a multiple of its stages.
-    micro_batches = _unlike(2, dims.values())
-    if layout.vp:
-        micro_batches = _unlike(2 * layout.pp, dims.values(), layout.pp)
-    micro_batches *= layout.dp
+    multiple = layout.pp if layout.vp else 1
+    micro_batches = layout.dp * _unlike(2 * multiple, dims.values(), multiple)
     parts = 1
     if layout.cp > 1 and not options.get(LOSS_PER_TOKEN):
         # Megatron then averages the means of the ranks' parts: another loss, if counts differ.
@@ -138,16 +136,12 @@ def small_job(
             "--calculate-per-token-loss Megatron weighs them unequally otherwise"
         )
     batch = uneven_batch(max(micro_batches, 4), samples, length, vocab, parts)
-    of_job = job_sizes(args)
+    top_k = args.config.moe_router_topk if args.config.num_moe_experts else 1
+    of_job = {**job_sizes(args), _TOP_K: top_k}
     of_job[_DEPTH] = args.config.num_layers // of_job["pp"]
     of_small = {**dims, _DEPTH: sizes["num_layers"] // layout.pp}
-    of_small[INSTANCES] = options.get(INSTANCES, 1)
-    if args.config.num_moe_experts:
-        of_job[_TOP_K] = args.config.moe_router_topk
-        of_small[_TOP_K] = args.config.moe_router_topk
-    equal = []
-    for first, second in equal_sizes(of_job, of_small, combinations(of_small, 2)):
-        equal.append(f"{first} and {second}")
+    of_small |= {INSTANCES: options.get(INSTANCES, 1), _TOP_K: top_k}
+    equal = equal_sizes(of_job, of_small, of_small)
     if equal:
         changed.append(
             f"equal sizes, which differ in the job, so a fault that takes one for the other is "
@@ -181,7 +175,7 @@ def _length(layout: Layout) -> int:
 def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
     config = args.config
     heads = 6 * layout.tp
-    groups = getattr(config, "num_query_groups", None)
+    groups = config.num_query_groups
     query_groups = None
     if groups not in (None, config.num_attention_heads):
         query_groups = 3 * layout.tp
@@ -208,23 +202,19 @@ def _experts(config: Any, layout: Layout, sizes: dict[str, Any]) -> dict[str, An
     options: dict[str, Any] = {}
     topk = config.moe_router_topk
     least = max(topk, 4)
-    if getattr(config, "moe_router_num_groups", None):
-        # Two groups, of which one is chosen: it alone must have enough experts.
-        options["moe_router_num_groups"] = 2
-        options["moe_router_group_topk"] = 1
-        least = 2 * max(topk, 2)
-    for_each_rank = max(2, -(-least // layout.ep))
     step = 1
-    if "moe_router_num_groups" in options:
+    if config.moe_router_num_groups:
+        # Two groups, of which one is chosen: it alone must have enough experts.
+        options |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+        least = 2 * max(topk, 2)
         step = 2  # both groups have as many experts, also where ep is odd
-        for_each_rank += for_each_rank % 2
+    for_each_rank = max(2, -(-least // layout.ep))
+    for_each_rank += for_each_rank % step
     other_sizes = (layout.tp, layout.cp, layout.dp, layout.ep, topk)
     for_each_rank = _unlike(for_each_rank, other_sizes, step)
     options["num_moe_experts"] = layout.ep * for_each_rank
-    if getattr(config, "moe_shared_expert_intermediate_size", None):
+    if config.moe_shared_expert_intermediate_size:
         options["moe_shared_expert_intermediate_size"] = 2 * sizes["hidden_size"]
-    if getattr(config, "moe_latent_size", None):
-        options["moe_latent_size"] = sizes["hidden_size"] // 2
     if isinstance(config.moe_layer_freq, list):
         layer_kinds = config.moe_layer_freq[: sizes["num_layers"]]
         # Of a model whose first layers are dense, the last layer has the experts.
@@ -240,21 +230,17 @@ def _split_pipeline_unevenly(
     """Give the first or last stage one layer, where the job gives it another number."""
     if layout.pp == 1:
         return
-    names = []
-    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if getattr(args.config, name, None):
-            names.append(name)
+    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    names = [name for name in ends if getattr(args.config, name, None)]
+    chunks = layout.vp or 1
     if layout.vp and names:
-        sizes["num_layers"] = layout.pp * layout.vp * 2
+        sizes["num_layers"] = layout.pp * chunks * 2
     for name in names:
-        # One layer in each chunk of this stage, and two in the others.
-        if layout.vp:
-            options[name] = layout.vp
-            sizes["num_layers"] -= layout.vp
-        # With two stages, the other one already has another number.
-        elif layout.pp > 2 or sizes["num_layers"] % 2 == 0:
-            options[name] = 1
-            sizes["num_layers"] -= 1
+        # One layer in each chunk of this stage, and two in the others. Of two stages without
+        # chunks, the other one already has another number.
+        if layout.vp or layout.pp > 2 or sizes["num_layers"] % 2 == 0:
+            options[name] = chunks
+            sizes["num_layers"] -= chunks
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -270,7 +256,7 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
     left_out = []
     for field in dataclasses.fields(TransformerConfig):
         value = getattr(args.config, field.name)
-        if value == field.default or matches(field.name, SHAPE):
+        if value in (None, field.default) or matches(field.name, SHAPE):
             continue
         is_plain = isinstance(value, bool | int | float | str)
         is_function = field.name in ("activation_func", "window_attn_skip_freq")
@@ -278,12 +264,10 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         is_fused_loss = field.name == "cross_entropy_loss_fusion" and (
             args.cross_entropy_fusion_impl == "native"
         )
-        if field.name == "window_size" and value is not None:
+        if field.name == "window_size":
             options[field.name] = (4, 0)
-        elif field.name == "recompute_num_layers" and value:
-            options[field.name] = 1
-        elif field.name == "mtp_num_layers" and value:
-            options[field.name] = min(value, 2)
+        elif field.name in _AT_MOST:
+            options[field.name] = min(value, _AT_MOST[field.name])
         elif field.name == "moe_layer_freq" and not is_plain:
             continue  # a pattern: the small model has the part of it that its layers need
         elif value == "flex":
@@ -304,17 +288,10 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
             options[field_name] = True
         elif name == "ddp_bucket_size" and value:
             options[field_name] = _BUCKET_SIZE
-    for name in MIXED_PRECISION:
-        if getattr(args, name, False):
-            options[name] = True
     if options.get("overlap_grad_reduce"):
         options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":
         left_out.append(f"optimizer={args.optimizer}")
     if left_out:
         changed.append(f"left out: {', '.join(left_out)}")
-    for name in list(options):
-        # None is a default but for the queries of multi-latent attention, which are then whole.
-        if options[name] is None and name != "q_lora_rank":
-            del options[name]
     return options

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from operator import add
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -27,6 +28,7 @@ MicroBatch: TypeAlias = Mapping[str, Any]
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 Place: TypeAlias = tuple[str, Slices]  # a whole tensor, and the part of it
 Kind: TypeAlias = tuple[int, str]  # the step, and the quantity: (1, "gradient")
+GRADIENT: Kind = (1, "gradient")
 NORM = "gradient norm"
 EVEN_NORM = "gradient norm of equal gradients"  # which each parameter has
 Build: TypeAlias = Callable[..., Any]
@@ -54,6 +56,16 @@ class Piece(NamedTuple):
         return tuple(slice(start, end) for start, end in self.where)
 
 
+class Weight(NamedTuple):
+    """A part of a weight that the job's own initialisation made, without its numbers."""
+
+    place: Place
+    digest: str
+    numel: int
+    norm: float
+    is_constant: bool
+
+
 class Draw(NamedTuple):
     """A dropout of one rank: its place, and digests of its input and of the generator's state."""
 
@@ -66,25 +78,25 @@ class Draw(NamedTuple):
 class Computed:
     """The results of one rank's two steps."""
 
+    # Of the run from which others get their weights.
     initial: list[Piece] = field(default_factory=list)
-    # Weights that the job's own initialisation made.
-    own_initial: list[Piece] = field(default_factory=list)
+    own_initial: list[Weight] = field(default_factory=list)
     tensors: dict[Kind, list[Piece]] = field(default_factory=dict)
-    # A norm that the optimizer took, and the gradients of which it is.
-    norms: dict[Kind, tuple[float, list[Piece]]] = field(default_factory=dict)
+    # A norm that the optimizer took, and the norms of the gradients of which it is.
+    norms: dict[Kind, tuple[float, dict[Place, float]]] = field(default_factory=dict)
     # Collectives of several ranks, in the first step.
     calls: Counter[Call] = field(default_factory=Counter)
     one_way: set[str] = field(default_factory=set)  # functions whose backward pass did not run
     tensor_parallel_ranks: tuple[int, ...] = ()
     draws: list[Draw] = field(default_factory=list)
 
-
-class ForwardStep(Protocol):
-    """A script's ``forward_step``, for one layout: it takes its own part of the whole batch."""
-
-    def __call__(
-        self, config: Any, layout: Layout, batch: Sequence[MicroBatch]
-    ) -> Callable[..., Any]: ...
+    def digests(self) -> dict[tuple[Kind, Place], str]:
+        """All tensors, to the last bit; 0 is -0."""
+        digests = {}
+        for kind, pieces in self.tensors.items():
+            for piece in pieces:
+                digests[kind, piece.place] = digest(piece.value + 0)
+        return digests
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,9 @@ class Task:
     batch: Sequence[MicroBatch]
     loss: Loss | None = None
     seq_length: int | None = None
-    script: ForwardStep | None = None  # instead of our own cut of the batch and our own loss
+    # Gives a script's ``forward_step`` for a configuration, a layout and the batch, of which it
+    # takes its own part: instead of our own cut and our own loss.
+    script: Callable[..., Any] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,9 +130,8 @@ class Variant:
     """How a run differs from the plain one.
 
     ``backwards`` takes micro batches in the reverse order and ``jitter`` changes weights by so
-    much, relative to each: what differs then is what rounding does. ``left_out`` is an option of
-    the layout, or a call site: on rank ``leaving_out``, the results of its collectives are then
-    the rank's own input.
+    much, relative to each: what differs then is what rounding does. ``left_out`` is a call site:
+    on rank ``leaving_out``, the results of its collectives are then the rank's own input.
     """
 
     backwards: bool = False
@@ -142,36 +155,29 @@ def run_variants(
     """*Collective.* Take two optimizer steps for each variant, each from ``initial`` weights.
 
     Without ``initial``, the first variant takes the model's own weights, made uneven, and the
-    others take the same. A rank that raises where a collective was left out gives the results
-    before, and so do then all others.
+    others take the same.
     """
     from megatron.core import parallel_state
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    _initialize(parallel_state, layout)
+    parallel_state.initialize_model_parallel(
+        **layout.sizes,
+        order=layout.order,
+        num_distributed_optimizer_instances=layout.options.get(INSTANCES, 1),
+    )
     results: list[Computed] = []
     for variant in variants:
-        try:
-            computed = _take_steps(task, _varied(layout, variant), initial, variant, parallel_state)
-        except Exception:
-            if not variant.left_out:
-                raise
-            if variant.left_out not in layout.options:
-                return results
-            computed = Computed()  # Megatron refuses the layout without this option
-        if variant.left_out in layout.options:
-            # Of these the calls alone are compared: tensors of each would fill the memory.
-            computed = Computed(calls=computed.calls)
-        results.append(computed)
+        computed = _take_steps(task, _varied(layout, variant), initial, variant, parallel_state)
         if initial is None:
             initial = whole_tensors(computed.initial)
+        if variant.dropout:
+            # What else a step with dropout computes is not compared, and would fill the memory.
+            computed.tensors = {GRADIENT: computed.tensors[GRADIENT]}
+        results.append(computed)
     dist.barrier()  # a rank that leaves takes its connections along
     return results
 
 
 def _varied(layout: Layout, variant: Variant) -> Layout:
-    layout = layout.without(variant.left_out)
     if not variant.recomputes:
         layout = layout.without(*RECOMPUTATION)
     if variant.dropout:
@@ -204,20 +210,21 @@ def _take_steps(
     ddp_fields = {"grad_reduce_in_fp32": True}
     ddp_fields |= layout.fields_of(DistributedDataParallelConfig)
     ddp = DistributedDataParallelConfig(**ddp_fields)
-    model = []
-    for number, chunk in enumerate(chunks):
-        model.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0))
+    model = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
     if layout.options.get(RANDOM_INIT):
         for wrapped in model:
             wrapped.broadcast_params()
-    computed.own_initial = _pieces(chunks)
+    computed.own_initial = list(map(_weight, _pieces(chunks)))
     _set_weights(chunks, initial, variant.jitter)
-    computed.initial = _pieces(chunks)
+    if initial is None:
+        computed.initial = _pieces(chunks)
 
     # With so large an eps Adam's step is linear in the gradient: rounding flips no sign of it.
     settings = {"lr": 1.0, "adam_eps": 1.0, "clip_grad": 1e9, "weight_decay": 0.1}
-    for name in _SHARED_FIELDS:
-        settings[name] = getattr(ddp, name)
+    settings |= {name: getattr(ddp, name) for name in _SHARED_FIELDS}
     settings |= layout.fields_of(OptimizerConfig)
     parameters_say([said for name, said in MIXED_PRECISION.items() if name in layout.options])
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
@@ -225,16 +232,21 @@ def _take_steps(
     config.grad_scale_func = optimizer.scale_loss
     if ddp.overlap_grad_reduce:
         config.no_sync_func = _of_chunks([chunk.no_sync for chunk in model])
-        if layout.options.get("align_grad_reduce", True) and layout.vp:
+        if layout.vp:
             config.grad_sync_func = _of_chunks([chunk.start_grad_sync for chunk in model])
     if ddp.overlap_param_gather and layout.vp:
         config.param_sync_func = _of_chunks([chunk.start_param_sync for chunk in model])
 
-    numbers = _own_micro_batches(task, layout, state, variant.backwards)
+    # Each data-parallel rank takes whole micro batches, in turn.
+    numbers = list(range(state.get_data_parallel_rank(), len(task.batch), layout.dp))
+    if variant.backwards:
+        numbers.reverse()
     for step in range(1, variant.steps + 1):
-        if step > 1 and "clip_grad" not in layout.options:
+        if step > 1:
+            # The first step leaves gradients as they are, to compare the norm.
             norm, _ = computed.norms[1, NORM]
-            _clip_at(norm / 2, optimizer)
+            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                part.config.clip_grad = norm / 2
         with _recorded_draws(computed.draws):
             _step(step, task, layout, computed, chunks, model, optimizer, numbers, state)
         if step == 1:
@@ -265,14 +277,6 @@ def _recorded_draws(draws: list[Draw]) -> Iterator[None]:
 def digest(tensor: torch.Tensor) -> str:
     content = tensor.detach().contiguous().numpy().tobytes()
     return hashlib.sha256(content).hexdigest()
-
-
-def _clip_at(norm: float, optimizer: Any) -> None:
-    """Let the next step clip gradients; the first leaves them as they are, to compare the norm."""
-    if not 0 < norm < float("inf"):
-        return
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        part.config.clip_grad = norm
 
 
 def _of_chunks(functions: Sequence[Any]) -> Any:
@@ -322,19 +326,18 @@ def _step(
     for part in (*losses, *tokens):
         # Each cp rank has summed over its own part of a sample.
         dist.all_reduce(part.value, group=state.get_context_parallel_group())
-    with _whole_gradients(model), _holding(_gradients(chunks)):
-        gradients = _unscaled(_pieces(chunks), optimizer)
+    with _whole_gradients(model):
+        gradients = _gradients(chunks, optimizer)
     _, norm, _ = optimizer.step()
-    computed.norms[step, NORM] = float(norm), gradients
+    computed.norms[step, NORM] = float(norm), _norms(gradients)
     if model[0].ddp_config.overlap_param_gather:
         # megatron-core gathers parameters in the hooks of the next forward pass. Gathered here
         # instead, a hook that gathers nothing would not be seen.
         with torch.no_grad():
             run([], [], forward_only=True)
-    updates = []
-    for piece in _pieces(chunks):
-        update = piece.value - weights_before[piece.place]
-        updates.append(piece._replace(value=update))
+    updates = [
+        piece._replace(value=piece.value - weights_before[piece.place]) for piece in _pieces(chunks)
+    ]
     computed.tensors[step, "loss"] = losses
     computed.tensors[step, "tokens"] = tokens
     computed.tensors[step, "gradient"] = gradients
@@ -342,44 +345,59 @@ def _step(
     computed.tensors[step, "buffer"] = _pieces(chunks, of_buffers=True)
 
 
-def _even_norm(chunks: Sequence[Any], optimizer: Any) -> tuple[float, list[Piece]]:
-    """The norm of gradients of equal size, and these.
+def _even_norm(chunks: Sequence[Any], optimizer: Any) -> tuple[float, dict[Place, float]]:
+    """The norm of gradients of equal size, and the norms of these.
 
     In the norm of a step, a small parameter that is left out or counted twice would not be seen.
     """
-    gradients = _gradients(chunks)
-    for gradient in gradients.values():
+    for parameter in _parameters(chunks):
+        gradient = getattr(parameter, "main_grad", None)
         if gradient is not None:
             # Of equal numbers, a sum in float32 is wrong by more than rounding is allowed to be.
             noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(SEED))
             gradient.copy_(noise * (optimizer.get_loss_scale() / noise.norm()))
-    with _holding(gradients):
-        pieces = _unscaled(_pieces(chunks), optimizer)
+    norms = _norms(_gradients(chunks, optimizer))
     _, norm, _ = optimizer.step()
-    return float(norm), pieces
+    return float(norm), norms
 
 
-def _unscaled(gradients: list[Piece], optimizer: Any) -> list[Piece]:
-    """The gradients without the scale of the loss, which the optimizer takes away in its step."""
-    for piece in gradients:
-        piece.value.div_(optimizer.get_loss_scale())
-    return gradients
+def _norms(pieces: Iterable[Piece]) -> dict[Place, float]:
+    return {piece.place: float(piece.value.double().norm()) for piece in pieces}
 
 
-def _gradients(chunks: Iterable[Any]) -> dict[Any, torch.Tensor | None]:
-    """The gradient of each parameter, where megatron-core's data parallelism keeps it."""
-    gradients = {}
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            gradients[parameter] = getattr(parameter, "main_grad", None)
-    return gradients
-
-
-def _initialize(state: Any, layout: Layout) -> None:
-    instances = layout.options.get(INSTANCES, 1)
-    state.initialize_model_parallel(
-        **layout.sizes, order=layout.order, num_distributed_optimizer_instances=instances
+def _weight(piece: Piece) -> Weight:
+    value = piece.value
+    return Weight(
+        piece.place,
+        digest(value),
+        value.numel(),
+        norm=float(value.norm()),
+        # The weight of a norm is the same number everywhere.
+        is_constant=bool(value.min() == value.max()),
     )
+
+
+def _gradients(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
+    """Copies of all gradients, as the optimizer takes them: without the scale of the loss."""
+    weights: dict[Any, torch.Tensor] = {}
+    for parameter in _parameters(chunks):
+        weights.setdefault(parameter, parameter.data)  # chunks may share it
+        # Where megatron-core's data parallelism keeps it; NaN without any.
+        gradient = getattr(parameter, "main_grad", None)
+        if gradient is None:
+            gradient = torch.full_like(parameter.data, float("nan"))
+        parameter.data = gradient.to(parameter.dtype)
+    pieces = _pieces(chunks)
+    for parameter, weight in weights.items():
+        parameter.data = weight
+    for piece in pieces:
+        piece.value.div_(optimizer.get_loss_scale())
+    return pieces
+
+
+def _parameters(chunks: Iterable[Any]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield from chunk.parameters()
 
 
 def _seed(layout: Layout, state: Any) -> None:
@@ -390,12 +408,7 @@ def _seed(layout: Layout, state: Any) -> None:
     if layout.options.get(RANDOM_INIT):
         seed += 10 * state.get_data_parallel_rank()
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(
-        seed,
-        tp_rank=state.get_tensor_model_parallel_rank(),
-        ep_rank=state.get_expert_model_parallel_rank(),
-        etp_rank=state.get_expert_tensor_parallel_rank(),
-    )
+    model_parallel_cuda_manual_seed(seed)
 
 
 def _set_weights(
@@ -422,45 +435,30 @@ def whole_tensors(pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
         ends = tuple(end for _, end in piece.where)
         shape = shapes.get(piece.name, ends)
         shapes[piece.name] = tuple(map(max, ends, shape))
-    whole = {}
-    for name, shape in shapes.items():
-        whole[name] = torch.zeros(shape)
+    whole = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for piece in pieces:
-        tensor = whole[piece.name]
-        tensor[piece.slices] = piece.value.to(torch.float32)
+        whole[piece.name][piece.slices] = piece.value
     return whole
 
 
 def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
     """The chunks of this rank's stage."""
-    if not layout.vp:
-        return [_build_chunk(task, layout, state, None)]
-    return [_build_chunk(task, layout, state, stage) for stage in range(layout.vp)]
-
-
-def _build_chunk(task: Task, layout: Layout, state: Any, stage: int | None) -> Any:
     from megatron.core.enums import ModelType
 
-    chunk = task.build(
-        layout,
-        pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        vp_stage=stage,
-    )
-    if not hasattr(chunk, "config"):
-        raise TypeError(f"build() must give a model of megatron-core, got {chunk!r:.80}")
-    if getattr(chunk, "model_type", None) is None:
-        chunk.model_type = ModelType.encoder_or_decoder
-    return chunk
-
-
-def _own_micro_batches(task: Task, layout: Layout, state: Any, backwards: bool) -> list[int]:
-    """Numbers of the micro batches of this data-parallel rank: whole ones, in turn."""
-    dp_rank = state.get_data_parallel_rank()
-    numbers = list(range(dp_rank, len(task.batch), layout.dp))
-    if backwards:
-        numbers.reverse()
-    return numbers
+    chunks = []
+    for stage in range(layout.vp) if layout.vp else [None]:
+        chunk = task.build(
+            layout,
+            pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage,
+        )
+        if not hasattr(chunk, "config"):
+            raise TypeError(f"build() must give a model of megatron-core, got {chunk!r:.80}")
+        if getattr(chunk, "model_type", None) is None:
+            chunk.model_type = ModelType.encoder_or_decoder
+        chunks.append(chunk)
+    return chunks
 
 
 def _forward_step(
@@ -471,12 +469,10 @@ def _forward_step(
     tokens: list[Piece],
     state: Any,
 ) -> Callable[..., Any]:
-    cp_rank = state.get_context_parallel_rank()
-    cp_size = state.get_context_parallel_world_size()
     if task.script is not None:
         forward = task.script(config, layout, task.batch)
     else:
-        forward = partial(_forward, task, config, cp_rank, cp_size)
+        forward = partial(_forward, task, config, state.get_context_parallel_rank(), layout.cp)
 
     def step(numbers: Iterator[int], model: Any) -> tuple[Any, Any]:
         number = next(numbers)
@@ -498,9 +494,8 @@ def _forward(
     task: Task, config: Any, cp_rank: int, cp_size: int, number: int, model: Any
 ) -> tuple[Any, Any]:
     """The output for this rank's part of a micro batch, and the function of its loss."""
-    part = {}
-    for name, value in task.batch[number].items():
-        part[name] = _of_cp_rank(value, cp_rank, cp_size)
+    batch = task.batch[number]
+    part = {name: _of_cp_rank(value, cp_rank, cp_size) for name, value in batch.items()}
     inputs = dict(part)
     # Only layers that predict further tokens take the mask in the model.
     if not getattr(config, "mtp_num_layers", None):
@@ -515,7 +510,6 @@ def masked_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, t
     mask = batch.get("loss_mask")
     if mask is None:
         mask = torch.ones_like(output)
-    mask = mask.to(output.dtype)
     losses = output.float() * mask
     return losses.sum(), mask.sum()
 
@@ -554,36 +548,19 @@ def _whole_gradients(model: Iterable[Any]) -> Iterator[None]:
             buffer.copy_(gradients)
 
 
-@contextmanager
-def _holding(values: Mapping[Any, torch.Tensor | None]) -> Iterator[None]:
-    """Parameters hold other values of their shape meanwhile."""
-    kept = {parameter: parameter.data for parameter in values}
-    try:
-        for parameter, value in values.items():
-            if value is None:
-                value = torch.full_like(parameter.data, float("nan"))
-            parameter.data = value.to(parameter.dtype)
-        yield
-    finally:
-        for parameter, data in kept.items():
-            parameter.data = data
-
-
 def _pieces(chunks: Iterable[Any], of_buffers: bool = False) -> list[Piece]:
     """Copies of all parameters, or all buffers, that the chunks hold."""
-    pieces = []
+    pieces: list[Piece] = []
     for chunk in chunks:
-        for piece in _shards(chunk, of_buffers):
-            pieces.append(piece._replace(value=piece.value.detach().clone()))
-    return pieces
+        pieces.extend(_shards(chunk, of_buffers))
+    return [piece._replace(value=piece.value.detach().clone()) for piece in pieces]
 
 
 def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
     for piece in _shards(chunk):
         if piece.name not in whole:
             raise ValueError(f"{piece.name} of this layout's model is not in that of one rank")
-        tensor = whole[piece.name]
-        piece.value.copy_(tensor[piece.slices])
+        piece.value.copy_(whole[piece.name][piece.slices])
 
 
 def _shards(chunk: Any, of_buffers: bool = False) -> Iterator[Piece]:
@@ -615,10 +592,8 @@ def _piece(shard: Any) -> Piece:
     for offset in shard.global_offset[: shard.prepend_axis_num]:
         name += f"[{offset}]"
     starts = shard.global_offset[shard.prepend_axis_num :]
-    where = []
-    for start, size in zip(starts, shard.local_shape, strict=True):
-        where.append((start, start + size))
-    return Piece(name, tuple(where), shard.data)
+    ends = map(add, starts, shard.local_shape)
+    return Piece(name, tuple(zip(starts, ends, strict=True)), shard.data)
 
 
 def _storage(tensor: torch.Tensor | None) -> int:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, product
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from compat.megatron.request import Request
 from compat.megatron.rows import PlannedRows
 from compat.verification.layout import INSTANCES, SIZES, Layout
 from compat.verification.ranks import MAX_RANKS
-from hypergrid.messages import few
 
 _MANY = 3  # members that stand for any larger number; of stages: a first, a middle and a last
 # Products of the sizes 1, 2 and 3, and the powers of two, as far as ranks reach.
 _SMALL_SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16)
 DIMS_TOLD_APART = ("tp", "cp", "pp", "dp", "ep")
-_PAIRS_OF_DIMS = tuple(combinations(DIMS_TOLD_APART, 2))
-# What a small layout may not keep, the worst first: a group has one member, or more than one, or
-# there is no stage between the first and the last, or two members stand for more.
-_SEVERITIES = (_ALONE, _JOINED, _NO_MIDDLE, _OTHER_SIZE) = range(4)
-
-
-_REFUSALS = (AssertionError, RuntimeError)  # as Megatron refuses sizes
-
-
-class _Difference(NamedTuple):
-    severity: int
-    text: str  # a sentence; of _OTHER_SIZE, the group that has two members instead of more
+# What groups of a small layout may not keep, the worst first.
+_LOSSES = (_ALONE, _MORE, _NO_MIDDLE, _TWO) = (
+    "one member, so reductions or messages are not verified",
+    "more members than in the job",
+    "no middle stage, so what only a middle stage does is not verified",
+    "two members instead of more, so a fault of three or more is not seen",
+)
 
 
 def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
@@ -44,39 +37,34 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
         The kept dims need more than 16 ranks.
     """
     job = job_sizes(args)
-    order = Layout.order
-    if getattr(args, "use_tp_pp_dp_mapping", False):
-        order = "tp-cp-ep-pp-dp"
+    is_dp_last = getattr(args, "use_tp_pp_dp_mapping", False)
+    order = "tp-cp-ep-pp-dp" if is_dp_last else Layout.order
     has_experts = args.num_experts is not None
-    try:
-        members_in_job = _members(job, has_experts, order)
-    except _REFUSALS as error:
-        raise ValueError(str(error)) from error
+    members_in_job = _members(job, has_experts, order)
     candidates = []
     groups = getattr(args, "num_query_groups", None) or job["tp"]
-    for sizes in _candidates(job, set(keep), has_experts, groups):
+    for sizes in _candidates(job, keep, has_experts, groups):
         try:
             members = _members(sizes, has_experts, order)
-        except _REFUSALS:
+        except (AssertionError, RuntimeError):  # as Megatron refuses sizes
             continue
-        differences = list(_differences(members_in_job, members, job, sizes))
-        counts = Counter(difference.severity for difference in differences)
-        # The fewest of the worst differences, then of equal sizes; the fewest ranks; the least ep.
-        worst_first = [counts[severity] for severity in _SEVERITIES]
-        equal = len(equal_sizes(job, sizes, _PAIRS_OF_DIMS))
-        distance = (*worst_first, equal, _ranks(sizes), sizes["ep"])
-        candidates.append((distance, sizes, differences))
+        lost = _lost(members_in_job, members)
+        if job["pp"] >= _MANY > sizes["pp"]:
+            lost[_NO_MIDDLE].append("pp")
+        # The fewest of the worst losses, then of equal sizes; the fewest ranks; the least ep.
+        equal = len(equal_sizes(job, sizes, DIMS_TOLD_APART))
+        distance = (*map(len, lost.values()), equal, _ranks(sizes), sizes["ep"])
+        candidates.append((distance, sizes, lost))
     if not candidates:
         raise ValueError(f"with {' '.join(keep)} kept, no layout has at most {MAX_RANKS} ranks.")
-    _, sizes, differences = min(candidates, key=itemgetter(0))
+    _, sizes, lost = min(candidates, key=itemgetter(0))
 
-    cut = []
-    for name, size in sizes.items():
-        if job[name] != size:
-            cut.append(f"{name} {job[name]} -> {size}")
+    cut = [f"{name} {job[name]} -> {size}" for name, size in sizes.items() if job[name] != size]
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
-        notes.extend(_consequences(differences))
+        for loss, names in lost.items():
+            if names:
+                notes.append(f"{loss}: {', '.join(names)}")
 
     small: dict[str, int | None] = dict(sizes)
     options = {}
@@ -91,22 +79,19 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
 
 
 def equal_sizes(
-    job: Mapping[str, int], small: Mapping[str, int], pairs: Iterable[tuple[str, str]]
-) -> list[tuple[str, str]]:
-    """The pairs of names, as cp and dp, that have one size in the small job alone."""
+    job: Mapping[str, int], small: Mapping[str, int], names: Iterable[str]
+) -> list[str]:
+    """The pairs of names, "cp and dp", that have one size in the small job alone."""
     equal = []
-    for first, second in pairs:
+    for first, second in combinations(names, 2):
         if small[first] == small[second] > 1 and job[first] != job[second]:
-            equal.append((first, second))
+            equal.append(f"{first} and {second}")
     return equal
 
 
 def job_sizes(args: Any) -> dict[str, int]:
-    sizes = {}
-    for short, name in SIZES.items():
-        sizes[short] = getattr(args, name, None) or 1
-    model_size = sizes["tp"] * sizes["cp"] * sizes["pp"]
-    sizes["dp"] = args.world_size // model_size
+    sizes = {short: getattr(args, name, None) or 1 for short, name in SIZES.items()}
+    sizes["dp"] = args.world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
     sizes[INSTANCES] = getattr(args, INSTANCES, None) or 1
     # etp is tp unless given.
     if not getattr(args, SIZES["etp"], None):
@@ -126,35 +111,31 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 
 
 def _candidates(
-    job: Mapping[str, int], keep: set[str], has_experts: bool, query_groups: int
+    job: Mapping[str, int], keep: Iterable[str], has_experts: bool, query_groups: int
 ) -> Iterator[dict[str, int]]:
     """Smaller layouts on at most 16 ranks, of which Megatron may refuse some."""
     choices = {}
     for name, size in job.items():
-        if name in keep:
-            choices[name] = [size]
-        elif name == "vp":
-            choices[name] = [min(size, _MANY)]
-        else:
-            choices[name] = [small for small in _SMALL_SIZES if small <= size]
-    if query_groups < job["tp"] and "tp" not in keep:
+        choices[name] = [small for small in _SMALL_SIZES if small <= size]
+    choices["vp"] = [min(job["vp"], _MANY)]
+    if query_groups < job["tp"]:
         # Two ranks of the small layout, too, hold the keys and values of one group.
         choices["tp"] = [size for size in choices["tp"] if size % 2 == 0]
-    for tp, cp, pp, dp in product(choices["tp"], choices["cp"], choices["pp"], choices["dp"]):
-        dense = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "vp": 1}
-        # Most combinations have too many ranks: their experts are not tried.
-        if _ranks(dense) > MAX_RANKS:
+    choices |= {name: [job[name]] for name in keep}
+    splits_experts_alike = job["etp"] == job["tp"]
+    if splits_experts_alike or not has_experts:
+        choices["etp"] = [1]  # follows from other sizes
+    for values in product(*choices.values()):
+        sizes = dict(zip(choices, values, strict=True))
+        if _ranks(sizes) > MAX_RANKS:
             continue
-        if pp > 1:
-            dense["vp"] = choices["vp"][0]
-        expert_tensor_sizes = choices["etp"]
-        if job["etp"] == job["tp"]:
-            # A job whose experts are split as its dense layers keeps that.
-            expert_tensor_sizes = [tp]
+        if sizes["pp"] == 1:
+            sizes["vp"] = 1
+        if splits_experts_alike:
+            sizes["etp"] = sizes["tp"]
         elif not has_experts:
-            expert_tensor_sizes = [tp * cp]
-        for ep, etp, instances in product(choices["ep"], expert_tensor_sizes, choices[INSTANCES]):
-            yield {**dense, "ep": ep, "etp": etp, INSTANCES: instances}
+            sizes["etp"] = sizes["tp"] * sizes["cp"]
+        yield sizes
 
 
 def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[str, int]:
@@ -172,10 +153,8 @@ def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[st
     members = {}
     for row, ranks in PlannedRows(request).plan.groups_of(0):
         is_expert = row.layout.startswith("expert")
-        if is_expert and not has_experts:
-            continue
         # The groups of the pipeline's ends have the same dims as the pipeline.
-        if row.pick != "all":
+        if row.pick != "all" or (is_expert and not has_experts):
             continue
         dim_names = [dim for dim in row.dims if dim != "gtp_remat"]
         if is_expert:
@@ -187,40 +166,15 @@ def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[st
     return members
 
 
-def _differences(
-    job: Mapping[str, int],
-    small: Mapping[str, int],
-    job_sizes: Mapping[str, int],
-    small_sizes: Mapping[str, int],
-) -> Iterator[_Difference]:
-    """Properties of the job's groups that a small layout does not keep."""
+def _lost(job: Mapping[str, int], small: Mapping[str, int]) -> dict[str, list[str]]:
+    """The groups of the job that have other members in a small layout, by what that loses."""
+    lost: dict[str, list[str]] = {loss: [] for loss in _LOSSES}
     for name, size in job.items():
         small_size = small.get(name, 1)
         if small_size == 1 < size:
-            traffic = "reductions"
-            if name == "pp":
-                traffic = "messages"
-            sentence = f"{name} has one member: its {traffic} are not verified"
-            yield _Difference(_ALONE, sentence)
-        elif size == 1 < small_size:
-            sentence = f"{name} has {small_size} members, and one in the job"
-            yield _Difference(_JOINED, sentence)
+            lost[_ALONE].append(name)
+        elif size < min(small_size, _MANY):
+            lost[_MORE].append(name)
         elif small_size == 2 < size:
-            yield _Difference(_OTHER_SIZE, name)
-        elif size == 2 < small_size:
-            yield _Difference(_OTHER_SIZE, "")
-    if job_sizes["pp"] >= _MANY > small_sizes["pp"]:
-        sentence = "pp has no middle stage: what only a middle stage does is not verified"
-        yield _Difference(_NO_MIDDLE, sentence)
-
-
-def _consequences(differences: Iterable[_Difference]) -> Iterator[str]:
-    """The faults that the small layout cannot show, in words."""
-    pairs = []
-    for difference in differences:
-        if difference.severity != _OTHER_SIZE:
-            yield difference.text
-        elif difference.text:
-            pairs.append(difference.text)
-    if pairs:
-        yield f"two members instead of more, so a fault of three or more is not seen: {few(pairs)}"
+            lost[_TWO].append(name)
+    return lost

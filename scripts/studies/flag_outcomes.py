@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compat.verification.arguments import parse
-from compat.verification.launch import NOT_VERIFIED, Line, treatment, with_effect
+from compat.verification.launch import NOT_VERIFIED, Line, has_effect, results_alone, treatment
 from compat.verification.ranks import in_checkout
 from compat.verification.small_job import SmallJob
 
@@ -66,9 +66,11 @@ def _outcomes(only: Sequence[str]) -> dict[str, tuple[str, str]]:
                 result[flag] = (kind, group)
             for number, other in enumerate(others):
                 jobs[f"{flag} {number}"] = other
-        for name in with_effect(base, jobs):
-            flag = name.split()[0]
-            result[flag] = ("effect", result[flag][1])
+        results = results_alone(base)
+        for name, job in jobs.items():
+            if has_effect(job, results):
+                flag = name.split()[0]
+                result[flag] = ("effect", result[flag][1])
     return result
 
 
