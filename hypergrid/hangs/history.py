@@ -182,16 +182,6 @@ class History:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
 
-    def is_disputed(self, rank: int) -> bool:
-        """Whether others that did the same until a call that has not ended made another one."""
-        pasts = self._pasts(rank)
-        calls = self.recording.ranks[rank].calls
-        for at in np.flatnonzero(~calls.done).tolist():
-            followers = self._followers_of(pasts[at])
-            if len(followers) > 1:
-                return True
-        return False
-
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
         if rank not in self._tokens:
