@@ -35,8 +35,6 @@ Kind: TypeAlias = Literal[
 Doubt: TypeAlias = Literal[
     "",
     "mixed",  # the files seem to be of two jobs
-    "few",  # most ranks left no dump
-    "unread",  # a file of the rank could not be read
     "blind",  # a flight recorder is missing
     "hidden",  # it may wait itself, in what is not recorded
     "unlisted",  # a member may be a rank that did not create the group
@@ -303,28 +301,28 @@ class Rules:
         waiting = self.waiting
         if kind == "raised":
             return "sounds" if named & waiting.doubtful else ""
-        is_gone = kind == "no dump"
-        if is_gone:
-            if named & waiting.recording.unread:
-                return "unread"
-            if self._most_are_gone():
-                return "few"
-        else:
-            hidden = self._hidden(named)
-            if hidden:
-                return hidden
+        if kind == "no dump":
+            is_missed = wait is not None and not self._is_outnumbered(named, wait)
+            return "" if is_missed and self._is_everyone_right() else "blind"
+        hidden = self._hidden(named)
+        if hidden:
+            return hidden
         if wait is None:
             return "hidden" if waiting.guessing else "alone"
-        if not is_gone and any(self._is_old(rank, wait) for rank in named):
+        if any(self._is_old(rank, wait) for rank in named):
             return "old"
         # The call that others wait in may be queued behind one that the recorder has lost.
-        is_stop_known = self._shows_its_stop(wait.rank)
-        # A few ranks may wait in a call that should not be, for more ranks that are right; those
-        # without a file may have done as these.
-        is_outnumbered = self.history.makers(wait.rank, wait.at) <= len(named | waiting.gone)
-        if not is_stop_known or is_outnumbered or (is_gone and not self._is_everyone_right()):
+        if self._is_outnumbered(named, wait) or not self._shows_its_stop(wait.rank):
             return "either"
         return ""
+
+    def _is_outnumbered(self, named: set[int], wait: Wait) -> bool:
+        """Whether as many ranks may have left the call out as are in such a call.
+
+        A few ranks may wait in a call that should not be, for more ranks that are right; those
+        without a file may have done as these.
+        """
+        return self.history.makers(wait.rank, wait.at) <= len(named | self.waiting.gone)
 
     def _is_old(self, rank: int, wait: Wait) -> bool:
         """Whether the rank still worked when it wrote, or wrote before the call that it misses."""

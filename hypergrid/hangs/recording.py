@@ -189,6 +189,7 @@ class RankRecording:
     latest: int = 0  # its file was not written after this, ns since 1970; 0 if not known
     started: int = 0  # when the process began to record, ns since 1970; 0 if not known
     job: str = ""  # the launcher's name of the job
+    world_size: int = 0  # of the job, by its files; 0 if they do not say
     reason: str = ""
     error: str = ""
     stack: Stack = ()  # of the main thread, innermost first
@@ -217,5 +218,4 @@ class Recording:
     world_size: int
     problems: list[str]
     titles: list[Title] = field(default_factory=list)  # of all calls
-    unread: set[int] = field(default_factory=set)  # ranks with a file that could not be read
     mixed: str = ""  # why the files seem to be of two jobs or runs

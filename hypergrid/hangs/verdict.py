@@ -130,7 +130,7 @@ class _Report:
         self.fields: dict[str, object] = {
             "ranks": Members(cause.ranks),
             "named": self._named(cause.ranks),
-            "blind": Members(waiting.blind),
+            "blind": Members(cause.ranks if cause.kind == "no dump" else waiting.blind),
             "mixed": waiting.recording.mixed,
             "evidence": "",
         }
@@ -219,7 +219,7 @@ class _Report:
     def _missed(self) -> str:
         """A rank that others wait for, and where it is."""
         cause = self.cause
-        where = self._say("unread" if cause.doubt == "unread" else f"rank {cause.kind}")
+        where = self._say(f"rank {cause.kind}")
         waiting_ranks = self.waiting.guessing.difference(cause.ranks)
         if cause.wait is not None:
             name = cause.wait.call.what.name

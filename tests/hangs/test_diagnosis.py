@@ -229,8 +229,10 @@ def test_a_rank_whose_dump_is_cut_is_not_said_to_have_ended(job):
     diagnosis = diagnose(read(job.directory))
     assert (diagnosis.kind, diagnosis.ranks, diagnosis.certain) == ("no dump", (3,), False)
     assert diagnosis.sentence.endswith(
-        "it left a dump that could not be read. Not certain: the calls of rank 3 are not known."
+        "Not certain: the flight recorder of rank 3 is missing or cut, and what was called there "
+        "is not known."
     )
+    assert diagnosis.problems[0].startswith("trace_3 cannot be read")
 
 
 def test_of_a_host_without_files_nobody_is_named_with_certainty(tmp_path):
@@ -251,7 +253,7 @@ def test_a_member_of_a_group_is_a_rank_of_the_job_where_no_file_has_the_size_of_
 def test_files_that_name_jobs_of_two_sizes_are_seen_to_be_mixed(job):
     job.ranks[0] = Rank(0, {"0": ("default_pg", [0, 1])}).call("0")
     diagnosis = job.verdict()
-    sizes = "the job has 2 ranks by the files of rank 0 and 4 ranks by the files of rank 1"
+    sizes = "the files name jobs of two sizes, those of rank 1 and of rank 0"
     assert not diagnosis.certain and sizes in diagnosis.sentence
 
 
