@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from hypergrid.hangs.history import Departure, History
 from hypergrid.hangs.recording import Ranks
-from hypergrid.hangs.waiting import Step, Wait, Waiting
+from hypergrid.hangs.waiting import OUTSIDE, PATIENCE, Wait, Waiting
 
 Kind: TypeAlias = Literal[
     "ok",  # nothing is wrong
@@ -57,7 +57,6 @@ class Cause:
     kind: Kind
     ranks: Ranks = ()
     wait: Wait | None = None  # in which they are missed
-    circle: Sequence[Step] = ()
     departure: Departure | None = None  # where they did not do what was due
     doubt: Doubt = ""
 
@@ -85,10 +84,12 @@ class Rules:
         waiting = self.waiting
         if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
-        ends = waiting.last_ones
-        if waiting.waits_outside and not ends:
-            first = max(waiting.waits_outside, key=lambda wait: wait.ns)
-            is_beyond = max(first.outside) >= len(waiting.world)
+        ends = [ranks for ranks in waiting.last_ones if OUTSIDE not in ranks]
+        waits_outside = self._waits_for({OUTSIDE})
+        if waits_outside and not ends:
+            first = max(waits_outside, key=lambda wait: wait.ns)
+            outside = waiting.recording.groups[first.call.group].outside
+            is_beyond = max(outside) >= len(waiting.world)
             doubt: Doubt = "" if is_beyond else "unlisted"
             return Cause("outside", tuple(sorted(first.inside)), first, doubt=doubt)
         free: set[int] = set()
@@ -148,18 +149,13 @@ class Rules:
     def _missed(self, kind: Kind, named: set[int]) -> Cause:
         """The ranks that are missed in the first of all calls that wait for one of them."""
         waits = self._waits_for(named)
-        first = min(waits, key=lambda wait: self._lateness(named, wait), default=None)
+        # Of several, the one that is the earliest in the program of the rank that is in it.
+        first = min(waits, key=lambda wait: (wait.at, -wait.ns), default=None)
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, first)
         if first is not None:
             named = named & first.missed
         return Cause(kind, tuple(sorted(named)), first, doubt=doubt)
-
-    def _lateness(self, named: set[int], wait: Wait) -> tuple[bool, int, int]:
-        """Whether the call is not due, how late in the program it is, and how short its wait."""
-        missed_rank = min(named & wait.missed)
-        is_due = self.history.is_due(missed_rank, wait.call)
-        return (not is_due, wait.at, -wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         """The calls in which at least one of the ranks is missed."""
@@ -227,11 +223,8 @@ class Rules:
             if not 0 < len(named) < count:
                 named = sorted(functions)
             return Cause("order", tuple(named), doubt=self._hidden(functions))
-        circle = waiting.circle(within)
-        ranks = sorted(rank for rank, _, _ in circle)
-        waits = [wait for _, _, wait in circle if wait is not None]
         first = waits[0] if waits else None
-        return Cause("order", tuple(ranks), first, circle, doubt="which")
+        return Cause("order", tuple(sorted(within)), first, doubt="which")
 
     def _few_missing(self, within: set[int]) -> Cause | None:
         """If most of a group are in a call, the few that are not: the members who agree count."""
@@ -329,7 +322,7 @@ class Rules:
         recording = self.ranks[rank]
         moment = recording.written or recording.latest
         last_time = self.waiting.last_time(rank)
-        idle_from = last_time + self.waiting.patience
+        idle_from = last_time + PATIENCE
         return 0 < moment < max(wait.call.created, idle_from)
 
     def _hidden(self, ranks: Iterable[int]) -> Doubt:

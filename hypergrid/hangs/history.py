@@ -182,17 +182,6 @@ class History:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
 
-    def is_due(self, rank: int, call: Call) -> bool:
-        """Whether a rank usually makes such a call after its last one."""
-        if rank not in self._tokens:
-            return False
-        kinds = self._kinds(rank)
-        precedent = self._precedents(rank).get(len(kinds))
-        if precedent is None:
-            return False
-        place = self._place_of[call.title]
-        return bool(kinds[precedent.at] == self._kind_of_title[place])
-
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made this call after the same one, or as its first."""
         tokens = self._tokens[rank].tolist()
