@@ -256,7 +256,7 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     columns = np.array([places, seqs, created, started, completed, is_done])
     is_shown = np.ones(len(entries), bool)
     if any(title.what.name == _BATCH for title in titles):
-        is_shown = _end_batches(titles, columns, np.array([collective_seqs, p2p_seqs]))
+        is_shown = _end_batches(titles, columns, collective_seqs, p2p_seqs)
     # The stack of a call is shown if it has not ended, or is the last one.
     has_stack = columns[5] == 0
     has_stack[-1] = True
@@ -267,24 +267,27 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     return Calls(titles, columns, frames).at(is_shown), is_whole
 
 
-def _end_batches(titles: Sequence[Title], columns: Any, seqs: Any) -> Any:
+def _end_batches(titles: Sequence[Title], columns: Any, *seqs: Any) -> Any:
     """Give the operations of each batch the state of its entry, and hide that.
 
     NCCL's recorder has the state of a batch in an entry behind its operations, which has their
     numbers; they stay "scheduled" for ever.
     """
-    _, group_of_title = np.unique([title.group for title in titles], return_inverse=True)
-    is_batch_title = np.array([title.what.name == _BATCH for title in titles])
-    places = np.arange(len(columns[0]))
-    # Entries of one group with equal numbers follow each other: where each such run begins.
-    numbers = np.vstack((group_of_title[columns[0]], seqs))
-    is_start = np.append(True, (numbers[:, 1:] != numbers[:, :-1]).any(axis=0))
-    start_of = np.maximum.accumulate(np.where(is_start, places, 0))
-    is_batch = is_batch_title[columns[0]]
-    for at in np.flatnonzero(is_batch).tolist():
-        columns[3:, start_of[at] : at] = columns[3:, at : at + 1]
-    # Of a batch at the start of a recorder, the operations may have been overwritten.
-    return ~is_batch | (is_start & (places > 0))
+    places = columns[0].tolist()
+    groups = [titles[place].group for place in places]
+    # Entries of one group with equal numbers that follow each other are one batch.
+    keys = list(zip(groups, *(numbers.tolist() for numbers in seqs), strict=True))
+    is_shown = np.ones(len(places), bool)
+    for at, place in enumerate(places):
+        if titles[place].what.name != _BATCH:
+            continue
+        first = at
+        while first > 0 and keys[first - 1] == keys[at]:
+            first -= 1
+        columns[3:, first:at] = columns[3:, at : at + 1]
+        # Of a batch at the start of a recorder, the operations may have been overwritten.
+        is_shown[at] = first == at > 0
+    return is_shown
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:

@@ -36,8 +36,7 @@ from hypergrid.messages import in_words, shown
 SCHEMA = 1
 ASKED = "asked"  # a file: when it changes, every rank that shares the directory writes
 EARLIER = "earlier"  # a directory: what the previous run left
-_TICK = 1.0  # seconds between looks at the groups
-_LOOK = 5.0  # seconds between looks at the directory and the calls
+_LOOK = 5.0  # seconds between looks at the groups, the directory and the calls
 # Bounds of a file of stacks.
 _THREADS = 100
 _FRAMES = 100
@@ -234,17 +233,13 @@ class Recorder:
         self.write(type(error).__name__, error)
 
     def _watch(self) -> None:
-        look = _LOOK
+        seconds = _LOOK
         if self._after is not None:
-            look = min(_LOOK, self._after / 4)
-        last_look = time.monotonic()
-        while not self._closed.wait(min(_TICK, look)):
+            seconds = min(_LOOK, self._after / 4)
+        while not self._closed.wait(seconds):
             with self._writing:
                 self._attempt(self._write_groups)
-            now = time.monotonic()
-            if now - last_look >= look:
-                last_look = now
-                self._attempt(self._look)
+            self._attempt(self._look)
 
     def _look(self) -> None:
         request = self._request()

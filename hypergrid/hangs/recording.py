@@ -40,16 +40,6 @@ class What(NamedTuple):
     input_dtypes: str
     output_dtypes: str
 
-    @property
-    def sizes(self) -> tuple[str, str]:
-        """Of what goes in and comes out."""
-        return self.inputs, self.outputs
-
-    @property
-    def dtypes(self) -> tuple[str, str]:
-        """Of what goes in and comes out."""
-        return self.input_dtypes, self.output_dtypes
-
 
 class Title(NamedTuple):
     """The part that many calls have in common: group, name, sizes and dtypes."""

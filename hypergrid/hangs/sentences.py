@@ -54,7 +54,6 @@ SENTENCES = {
     "line": "{call}: {entered:is in it and waits|are in it and wait} for {missed}.",
     "call at": "rank {rank} made the call in {place}.",
     "stack": "rank {rank} is in {place}.",
-    "elsewhere": "{elsewhere:waits|wait} in {number}.",
 }
 NEXT = {
     "mismatch": "compare the lines of the script that make these two calls.",
@@ -148,10 +147,10 @@ def difference(call: Call, other_call: Call) -> str:
     if operation.detail != other_operation.detail:
         return f"{operation.name} with {operation.detail or 'no root'}"
     kind = "size"
-    values = operation.sizes
-    if values == other_operation.sizes:
+    values = (operation.inputs, operation.outputs)
+    if values == (other_operation.inputs, other_operation.outputs):
         kind = "dtype"
-        values = operation.dtypes
+        values = (operation.input_dtypes, operation.output_dtypes)
     # Inputs and outputs are mostly the same. The text of a list of lists is "[[4]]".
     texts = [value[1:-1].replace("'", "") or "none" for value in dict.fromkeys(values)]
     return f"{operation.name} of {kind} {' -> '.join(texts)[:80]}"

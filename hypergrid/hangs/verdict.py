@@ -150,13 +150,6 @@ class _Report:
         """Where the ranks are, what the others do, and what to look at next."""
         cause = self.cause
         lines = self._places()[:2]
-        elsewhere = set(self.waiting.of) - set(cause.ranks)
-        if cause.wait is not None and (cause.doubt or cause.kind != "order"):
-            elsewhere -= cause.wait.inside  # the sentence or a line says so
-        calls = {wait.place for rank in elsewhere for wait in self.waiting.of[rank]}
-        if calls:
-            number = counted(len(calls), "call")
-            lines.append(self._say("elsewhere", elsewhere=Members(elsewhere), number=number))
         advice = NEXT.get("root" if cause.doubt == "root" else cause.kind)
         if advice is not None:
             lines.append(f"Next: {advice.format(**self.fields)}")

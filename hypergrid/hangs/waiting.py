@@ -477,13 +477,8 @@ class Waiting:
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     """The last number of each group among some calls."""
-    titles = calls.title[mask].tolist()
-    numbers = calls.seq[mask].tolist()
-    last_numbers = {}
-    for place, number in zip(titles, numbers, strict=True):
-        group = calls.titles[place].group
-        last_numbers[group] = number
-    return last_numbers
+    groups = [calls.titles[place].group for place in calls.title[mask].tolist()]
+    return dict(zip(groups, calls.seq[mask].tolist(), strict=True))
 
 
 def must_agree(operation: What) -> tuple[str, ...]:

@@ -205,7 +205,6 @@ def test_a_verdict_is_plain_data_with_who_waits_for_whom_and_for_how_long(job):
     assert (
         "in which rank 2 has waited for at least 6 min 40 s; it last called" in diagnosis.sentence
     )
-    assert diagnosis.chain[0] == "ranks 0..1 wait in 2 calls."
     assert diagnosis.members == (2, 3)
     assert diagnosis.waiting == {0: (2,), 1: (3,), 2: (3,)}
     assert diagnosis.states == {0: "waiting", 1: "waiting", 2: "waiting", 3: "cause"}
