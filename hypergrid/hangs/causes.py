@@ -300,8 +300,9 @@ class Rules:
         if kind == "raised":
             return "sounds" if named & waiting.doubtful else ""
         if kind == "no dump":
-            is_missed = wait is not None and not self._is_outnumbered(named, wait)
-            return "" if is_missed and self._is_everyone_right() else "blind"
+            if wait is None or self._is_outnumbered(named, wait):
+                return "blind"
+            return "" if self._is_everyone_right() else "blind"
         hidden = self._hidden(named)
         if hidden:
             return hidden
@@ -320,7 +321,9 @@ class Rules:
         A few ranks may wait in a call that should not be, for more ranks that are right; those
         without a file may have done as these.
         """
-        return self.history.makers(wait.rank, wait.at) <= len(named | self.waiting.gone)
+        makers = self.history.makers(wait.rank, wait.at)
+        others = named | self.waiting.gone
+        return makers <= len(others)
 
     def _is_old(self, rank: int, wait: Wait) -> bool:
         """Whether the rank still worked when it wrote, or wrote before the call that it misses."""

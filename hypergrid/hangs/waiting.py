@@ -212,7 +212,9 @@ class Waiting:
     @property
     def is_world_known(self) -> bool:
         """Whether a file says which ranks there are; else more may have left none."""
-        return any(len(group.ranks) == len(self.world) for group in self.recording.groups.values())
+        groups = self.recording.groups.values()
+        size = len(self.world)
+        return any(len(group.ranks) == size for group in groups)
 
     def needs(self, rank: int) -> dict[int, Wait | None]:
         """The ranks that it waits for, and where; None if that is guessed."""
@@ -477,8 +479,10 @@ class Waiting:
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     """The last number of each group among some calls."""
-    groups = [calls.titles[place].group for place in calls.title[mask].tolist()]
-    return dict(zip(groups, calls.seq[mask].tolist(), strict=True))
+    group_of_title = [title.group for title in calls.titles]
+    groups = [group_of_title[place] for place in calls.title[mask].tolist()]
+    numbers = calls.seq[mask].tolist()
+    return dict(zip(groups, numbers, strict=True))
 
 
 def must_agree(operation: What) -> tuple[str, ...]:
