@@ -126,7 +126,7 @@ PARTS = {
         "hypergrid.record() writes groups and stacks only",
     ),
     "sends and receives": Part(
-        ("ProcessGroup.send", "ProcessGroup.recv", "Work.wait"),
+        ("ProcessGroup.send", "ProcessGroup.recv"),
         "methods in Python that we replace while hypergrid.record(p2p=True) records",
         "sends and receives of gloo are not recorded",
         works=lambda: "dstRank" in _doc(ProcessGroup, "send"),

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from hypergrid.hangs.history import Departure, History
 from hypergrid.hangs.recording import Ranks
-from hypergrid.hangs.waiting import Step, Wait, Waiting
+from hypergrid.hangs.waiting import OUTSIDE, PATIENCE, Wait, Waiting
 
 Kind: TypeAlias = Literal[
     "ok",  # nothing is wrong
@@ -35,8 +35,6 @@ Kind: TypeAlias = Literal[
 Doubt: TypeAlias = Literal[
     "",
     "mixed",  # the files seem to be of two jobs
-    "few",  # most ranks left no dump
-    "unread",  # a file of the rank could not be read
     "blind",  # a flight recorder is missing
     "hidden",  # it may wait itself, in what is not recorded
     "unlisted",  # a member may be a rank that did not create the group
@@ -59,7 +57,6 @@ class Cause:
     kind: Kind
     ranks: Ranks = ()
     wait: Wait | None = None  # in which they are missed
-    circle: Sequence[Step] = ()
     departure: Departure | None = None  # where they did not do what was due
     doubt: Doubt = ""
 
@@ -87,10 +84,12 @@ class Rules:
         waiting = self.waiting
         if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
-        ends = waiting.last_ones
-        if waiting.waits_outside and not ends:
-            first = max(waiting.waits_outside, key=lambda wait: wait.ns)
-            is_beyond = max(first.outside) >= len(waiting.world)
+        ends = [ranks for ranks in waiting.last_ones if OUTSIDE not in ranks]
+        waits_outside = self._waits_for({OUTSIDE})
+        if waits_outside and not ends:
+            first = max(waits_outside, key=lambda wait: wait.ns)
+            outside = waiting.recording.groups[first.call.group].outside
+            is_beyond = max(outside) >= len(waiting.world)
             doubt: Doubt = "" if is_beyond else "unlisted"
             return Cause("outside", tuple(sorted(first.inside)), first, doubt=doubt)
         free: set[int] = set()
@@ -229,11 +228,8 @@ class Rules:
             if not 0 < len(named) < count:
                 named = sorted(functions)
             return Cause("order", tuple(named), doubt=self._hidden(functions))
-        circle = waiting.circle(within)
-        ranks = sorted(rank for rank, _, _ in circle)
-        waits = [wait for _, _, wait in circle if wait is not None]
         first = waits[0] if waits else None
-        return Cause("order", tuple(ranks), first, circle, doubt="which")
+        return Cause("order", tuple(sorted(within)), first, doubt="which")
 
     def _few_missing(self, within: set[int]) -> Cause | None:
         """If most of a group are in a call, the few that are not: the members who agree count."""
@@ -303,35 +299,38 @@ class Rules:
         waiting = self.waiting
         if kind == "raised":
             return "sounds" if named & waiting.doubtful else ""
-        is_gone = kind == "no dump"
-        if is_gone:
-            if named & waiting.recording.unread:
-                return "unread"
-            if self._most_are_gone():
-                return "few"
-        else:
-            hidden = self._hidden(named)
-            if hidden:
-                return hidden
+        if kind == "no dump":
+            if wait is None or self._is_outnumbered(named, wait):
+                return "blind"
+            return "" if self._is_everyone_right() else "blind"
+        hidden = self._hidden(named)
+        if hidden:
+            return hidden
         if wait is None:
             return "hidden" if waiting.guessing else "alone"
-        if not is_gone and any(self._is_old(rank, wait) for rank in named):
+        if any(self._is_old(rank, wait) for rank in named):
             return "old"
         # The call that others wait in may be queued behind one that the recorder has lost.
-        is_stop_known = self._shows_its_stop(wait.rank)
-        # A few ranks may wait in a call that should not be, for more ranks that are right; those
-        # without a file may have done as these.
-        is_outnumbered = self.history.makers(wait.rank, wait.at) <= len(named | waiting.gone)
-        if not is_stop_known or is_outnumbered or (is_gone and not self._is_everyone_right()):
+        if self._is_outnumbered(named, wait) or not self._shows_its_stop(wait.rank):
             return "either"
         return ""
+
+    def _is_outnumbered(self, named: set[int], wait: Wait) -> bool:
+        """Whether as many ranks may have left the call out as are in such a call.
+
+        A few ranks may wait in a call that should not be, for more ranks that are right; those
+        without a file may have done as these.
+        """
+        makers = self.history.makers(wait.rank, wait.at)
+        others = named | self.waiting.gone
+        return makers <= len(others)
 
     def _is_old(self, rank: int, wait: Wait) -> bool:
         """Whether the rank still worked when it wrote, or wrote before the call that it misses."""
         recording = self.ranks[rank]
         moment = recording.written or recording.latest
         last_time = self.waiting.last_time(rank)
-        idle_from = last_time + self.waiting.patience
+        idle_from = last_time + PATIENCE
         return 0 < moment < max(wait.call.created, idle_from)
 
     def _hidden(self, ranks: Iterable[int]) -> Doubt:
@@ -351,9 +350,12 @@ class Rules:
         return ""
 
     def _is_everyone_right(self) -> bool:
-        """Whether every other rank is known, and none of them can be the cause."""
+        """Whether every other rank is known, and did what was due: none of them can be the cause.
+
+        A call that nobody else made may have ended the rank that is gone: gloo ends a rank that
+        receives too much. So one departure, of whichever rank, is enough for a doubt.
+        """
         waiting = self.waiting
-        history = self.history
         if len(waiting.last_ones) > 1 or len(waiting.gone) > 1 or waiting.raised:
             return False
         if not waiting.is_world_known:
@@ -363,19 +365,9 @@ class Rules:
         if self._hidden(recorded_ranks - waiting.of.keys()):
             return False
         for rank in recorded_ranks:
-            # Ranks may have made the call in place of another, however many they are.
-            if history.is_disputed(rank) or not self._shows_its_stop(rank):
+            if not self._shows_its_stop(rank) or not self.history.is_confirmed(rank):
                 return False
-            # A call that nobody else made may have ended the one that is gone: gloo ends a rank
-            # that receives too much.
-            if not history.is_confirmed(rank):
-                return False
-        for departure in history.departures(recorded_ranks):
-            # Where it did as always, and most ranks did otherwise, the others are suspects.
-            is_majority = departure.peers > departure.alike
-            if departure.before or (departure.before is False and is_majority):
-                return False
-        return True
+        return not any(self.history.departures(recorded_ranks))
 
     def _shows_its_stop(self, rank: int) -> bool:
         """Whether the recorder still has the call that a rank is in, and not only later ones."""

@@ -18,7 +18,6 @@ _PAST = 256
 _LEAST = 16
 _RECENT = 600  # last calls of a rank in which a departure is looked for
 _LONG = 4  # calls that must have come before in the same order to expect what followed then
-_CONTEXT = 8  # calls that must have come elsewhere in the same order to confirm the next
 
 
 class Departure(NamedTuple):
@@ -161,17 +160,11 @@ class History:
         Only the later half of the calls counts: what was wrong before that would have shown.
         """
         tokens = self._tokens[rank].tolist()
-        kinds = self._kinds(rank).tolist()
         pasts = self._pasts(rank)
-        # Each call with the eight before it.
-        contexts = []
-        for at in range(len(kinds)):
-            first = max(0, at - _CONTEXT)
-            context = tuple(kinds[first : at + 1])
-            contexts.append(context)
-        repeats = Counter(contexts)
-        for at in range(len(kinds) // 2, len(kinds)):
-            if repeats[contexts[at]] > 1:
+        precedents = self._precedents(rank)
+        for at in range(len(tokens) // 2, len(tokens)):
+            precedent = precedents.get(at)
+            if precedent is not None and precedent.is_repeated:
                 continue
             makers = self._followers_of(pasts[at]).get(tokens[at], ())
             if len(makers) < 2:
@@ -181,16 +174,6 @@ class History:
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
-
-    def is_disputed(self, rank: int) -> bool:
-        """Whether others that did the same until a call that has not ended made another one."""
-        pasts = self._pasts(rank)
-        calls = self.recording.ranks[rank].calls
-        for at in np.flatnonzero(~calls.done).tolist():
-            followers = self._followers_of(pasts[at])
-            if len(followers) > 1:
-                return True
-        return False
 
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""

@@ -29,9 +29,10 @@ class _Call:
     @property
     def is_done(self) -> bool:
         """Whether its handle has been waited for, or dropped."""
-        if self.entry["time_discovered_completed_ns"]:
-            return True
-        return self.work is not None and self.work() is None
+        if self.work is None:
+            return False  # the process is still in the call
+        work = self.work()
+        return work is None or bool(work.is_completed())
 
 
 class PointToPoint:
@@ -39,27 +40,22 @@ class PointToPoint:
 
     def __init__(self) -> None:
         self._calls: deque[_Call] = deque(maxlen=_MOST)
-        self._call_of: weakref.WeakKeyDictionary[Work, _Call] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()  # by the name of a group
         self._closed = False
-        self._patches: list[tuple[type, str, Any, Any]] = []
-        self._patch(ProcessGroup, "send", self._recording)
-        self._patch(ProcessGroup, "recv", self._recording)
-        self._patch(Work, "wait", self._waiting)
-
-    def _patch(self, owner: type, name: str, wrap: Callable[[str, Any], Any]) -> None:
-        # Got from the class it is a function, which would not bind when it is put back.
-        original = vars(owner)[name]
-        replacement = wrap(name, original)
-        self._patches.append((owner, name, original, replacement))
-        setattr(owner, name, replacement)
+        self._patches: list[tuple[str, Any, Any]] = []
+        for name in _PEERS:
+            # Got from the class it is a function, which would not bind when it is put back.
+            original = vars(ProcessGroup)[name]
+            replacement = self._recording(name, original)
+            self._patches.append((name, original, replacement))
+            setattr(ProcessGroup, name, replacement)
 
     def close(self) -> None:
         """Put torch's own methods back, where nobody has replaced ours since."""
         self._closed = True
-        for owner, name, original, replacement in self._patches:
-            if getattr(owner, name) is replacement:
-                setattr(owner, name, original)
+        for name, original, replacement in self._patches:
+            if getattr(ProcessGroup, name) is replacement:
+                setattr(ProcessGroup, name, original)
 
     def _recording(self, kind: str, original: Callable[..., Work]) -> Callable[..., Work]:
         peer_argument = _PEERS[kind]
@@ -79,22 +75,9 @@ class PointToPoint:
             # The call is recorded before it is made: the process may stay in it.
             work = original(group, tensors, *args, **named)
             call.work = weakref.ref(work)
-            self._call_of[work] = call
             return work
 
         return recording
-
-    def _waiting(self, _: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        call_of = self._call_of
-
-        def waiting(work: Work, *args: Any, **options: Any) -> Any:
-            result = original(work, *args, **options)
-            call = call_of.get(work)
-            if call is not None:
-                call.entry["time_discovered_completed_ns"] = time.time_ns()
-            return result
-
-        return waiting
 
     def _begin(self, kind: str, group: ProcessGroup, tensors: list[Tensor], peer: int) -> _Call:
         record = self.count

@@ -40,10 +40,9 @@ _NUMBERED = re.compile(r"^(.*?)(\d{1,9})(\.json)?$")
 _MOST_RANKS = 1 << 20
 _MOST_BYTES = 256 << 20  # of a file
 _MOST_CALLS = 64 << 20  # of all files
-_MOST_FILES = 100_000  # of a directory
 _MOST_FRAMES = 100
 _Table: TypeAlias = dict[str, Any]
-_FAR = 10 * 10**9  # ns; more than clocks of hosts differ
+_SKEW = 10**9  # ns; clocks of hosts differ by less
 # The fields of a call that are equal for many calls of a recorder, and the others.
 _SHARED_FIELDS = itemgetter(
     "process_group",
@@ -78,9 +77,9 @@ def read(
     than a flight recorder writes is refused. Raises OSError if there is no such
     directory.
 
-    A directory has at most 100,000 files, a file 256 MiB, and all together 64 million calls (of 48
-    bytes each): what comes after them is left out. ``progress`` is called after each file, with the
-    number of files that were read and that of all.
+    A file has at most 256 MiB, and all together 64 million calls (of 48 bytes each): what comes
+    after them is left out. ``progress`` is called after each file, with the number of files that
+    were read and that of all.
 
     Files are loaded by so many forked ``processes``, each of which holds one at a time. A file that
     takes more memory than 64 times its size and 128 MiB, or more time of the processor than a
@@ -88,14 +87,6 @@ def read(
     """
     reader = _Reader()
     paths = _paths(Path(directory))
-    if len(paths) > _MOST_FILES:
-        left_out = paths[_MOST_FILES:]
-        del paths[_MOST_FILES:]
-        first = one_line(left_out[0].name)
-        reader.problems.append(
-            f"{len(left_out):,} files, from {first} on, are not read: the limit is "
-            f"{_MOST_FILES:,} files."
-        )
     answers = load_all(_load, paths, _refused, processes)
     for number, (path, loaded) in enumerate(zip(paths, answers, strict=True)):
         reader.add(path, loaded)
@@ -130,10 +121,8 @@ class _Loaded(NamedTuple):
     rank: int = 0
     facts: _Table | None = None  # fields of its ``RankRecording``; None: it says nothing of a rank
     groups: Sequence[Group] = ()
-    world_size: int = 0
     lists_groups: bool = False  # every live group of the rank is among ``groups``
     problem: str = ""
-    is_foreign: bool = False  # it may be a file of somebody else
 
 
 def _load(path: Path) -> _Loaded:
@@ -149,9 +138,10 @@ def _load(path: Path) -> _Loaded:
             data = unpickled(content)
         elif content.lstrip()[:1] == b"{":
             data = json.loads(content)
+        elif not content and _by_rank(path)[1] >= 0:
+            raise ValueError("it is empty")
         else:
-            why = "it is neither a pickle nor JSON" if content else "it is empty"
-            return _Loaded(problem=_unreadable(why), is_foreign=True)
+            return _Loaded()  # a file of somebody else
         if not isinstance(data, dict):
             raise ValueError("it holds no table")
         if "entries" in data:
@@ -187,17 +177,16 @@ def _trace(path: Path, data: _Table, latest: int) -> _Loaded:
     """A flight recorder of torch, whose file has the rank in its name."""
     _, rank, _ = _by_rank(path)
     calls, is_whole = _calls(data["entries"] or [])
+    facts = {"latest": latest, "calls": calls, "whole": is_whole, "has_calls": True}
     groups = []
-    world_size = 0
     for torch_name, config in (data.get("pg_config") or {}).items():
         name = _text(torch_name)
         group = Group(name, _label(name, config["desc"]), _members(config["ranks"]))
-        if group.label == DEFAULT:
-            world_size = len(group.ranks)
         if group.ranks:
             groups.append(group)
-    facts = {"latest": latest, "calls": calls, "whole": is_whole, "has_calls": True}
-    return _Loaded(_rank(rank), facts, groups, world_size)
+            if group.label == DEFAULT:
+                facts["world_size"] = len(group.ranks)
+    return _Loaded(_rank(rank), facts, groups)
 
 
 def _groups(data: _Table) -> _Loaded:
@@ -211,8 +200,8 @@ def _groups(data: _Table) -> _Loaded:
         label = _label(name, row["label"] or row["description"])
         dims = tuple(map(_text, row["dims"] or ()))
         groups.append(Group(name, label, _members(row["ranks"]), dims))
-    world_size = _rank(int(data["world_size"]))
-    return _Loaded(_rank(data["rank"]), _process(data), groups, world_size, lists_groups=True)
+    facts = _process(data) | {"world_size": _rank(int(data["world_size"]))}
+    return _Loaded(_rank(data["rank"]), facts, groups, lists_groups=True)
 
 
 def _stack(data: _Table) -> _Loaded:
@@ -267,7 +256,7 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     columns = np.array([places, seqs, created, started, completed, is_done])
     is_shown = np.ones(len(entries), bool)
     if any(title.what.name == _BATCH for title in titles):
-        is_shown = _end_batches(titles, columns, np.array([collective_seqs, p2p_seqs]))
+        is_shown = _end_batches(titles, columns, collective_seqs, p2p_seqs)
     # The stack of a call is shown if it has not ended, or is the last one.
     has_stack = columns[5] == 0
     has_stack[-1] = True
@@ -278,24 +267,27 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     return Calls(titles, columns, frames).at(is_shown), is_whole
 
 
-def _end_batches(titles: Sequence[Title], columns: Any, seqs: Any) -> Any:
+def _end_batches(titles: Sequence[Title], columns: Any, *seqs: Any) -> Any:
     """Give the operations of each batch the state of its entry, and hide that.
 
     NCCL's recorder has the state of a batch in an entry behind its operations, which has their
     numbers; they stay "scheduled" for ever.
     """
-    _, group_of_title = np.unique([title.group for title in titles], return_inverse=True)
-    is_batch_title = np.array([title.what.name == _BATCH for title in titles])
-    places = np.arange(len(columns[0]))
-    # Entries of one group with equal numbers follow each other: where each such run begins.
-    numbers = np.vstack((group_of_title[columns[0]], seqs))
-    is_start = np.append(True, (numbers[:, 1:] != numbers[:, :-1]).any(axis=0))
-    start_of = np.maximum.accumulate(np.where(is_start, places, 0))
-    is_batch = is_batch_title[columns[0]]
-    for at in np.flatnonzero(is_batch).tolist():
-        columns[3:, start_of[at] : at] = columns[3:, at : at + 1]
-    # Of a batch at the start of a recorder, the operations may have been overwritten.
-    return ~is_batch | (is_start & (places > 0))
+    places = columns[0].tolist()
+    groups = [titles[place].group for place in places]
+    # Entries of one group with equal numbers that follow each other are one batch.
+    keys = list(zip(groups, *(numbers.tolist() for numbers in seqs), strict=True))
+    is_shown = np.ones(len(places), bool)
+    for at, place in enumerate(places):
+        if titles[place].what.name != _BATCH:
+            continue
+        first = at
+        while first > 0 and keys[first - 1] == keys[at]:
+            first -= 1
+        columns[3:, first:at] = columns[3:, at : at + 1]
+        # Of a batch at the start of a recorder, the operations may have been overwritten.
+        is_shown[at] = first == at > 0
+    return is_shown
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
@@ -360,9 +352,6 @@ class _Reader:
         self.groups = self.recording.groups
         self.titles = self.recording.titles
         self.problems = self.recording.problems
-        self.foreign: list[tuple[Path, str]] = []  # files, and why they cannot be read
-        self.prefixes: set[str] = set()  # of the names of dumps
-        self.sizes: dict[int, int] = {}  # of the job, and a rank whose files say so
         self.calls_left = _MOST_CALLS
         self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)
         self.members_of: dict[tuple[int, str], Ranks] = {}
@@ -371,35 +360,23 @@ class _Reader:
 
     def add(self, path: Path, loaded: _Loaded) -> None:
         """Take one file in."""
-        if loaded.is_foreign:
-            self.foreign.append((path, loaded.problem))
-            return
         problem = loaded.problem
         if loaded.facts is not None:
             problem = self._merge(loaded.rank, loaded.facts)
         if problem:
-            self._failed(path, problem)
+            self.problems.append(one_line(f"{path.name} {problem}."))
         elif loaded.facts is not None:
-            self.prefixes.add(_by_rank(path)[0])
             self._add_groups(loaded)
 
     def _add_groups(self, loaded: _Loaded) -> None:
         """Take in the groups that a rank names."""
         rank = loaded.rank
-        if loaded.world_size:
-            self.sizes.setdefault(loaded.world_size, rank)
         if loaded.lists_groups:
             self.listing.add(rank)
         for group in loaded.groups:
             first = self.named[group.name].setdefault(group.ranks, group)
             first.dims = first.dims or group.dims  # torch's recorder has no dims
             self.members_of[rank, group.name] = first.ranks
-
-    def _failed(self, path: Path, problem: str) -> None:
-        self.problems.append(one_line(f"{path.name} {problem}."))
-        rank = _by_rank(path)[1]
-        if rank >= 0:
-            self.recording.unread.add(rank)
 
     def _merge(self, rank: int, facts: _Table) -> str:
         """Add what one file says to what is known of its rank; or say why not."""
@@ -416,8 +393,6 @@ class _Reader:
 
     def finish(self) -> Recording:
         """The files of all ranks as one recording."""
-        self._name_foreign_files()
-        self._drop_other_lives()
         for name, by_members in self.named.items():
             for members, group in by_members.items():
                 self.groups[self._key(name, members)] = group
@@ -428,16 +403,21 @@ class _Reader:
             if recording.sends and not has_sends:
                 calls = calls.joined(self._with_keys(rank, recording.sends))
             recording.calls = calls
-        sizes = {*self.sizes, *(rank + 1 for rank in self.ranks)}
-        # No file may say how many ranks the job has: then it has at least those that are named.
-        if not self.sizes:
-            sizes.update(rank + 1 for group in self.groups.values() for rank in group.ranks)
-        self.recording.world_size = max(sizes, default=0)
+        self.recording.world_size = self._world_size()
         for group in self.groups.values():
             group.outside = self._outside(group)
         self.recording.ranks = dict(sorted(self.ranks.items()))
-        self.recording.mixed = self._several_sizes() or _gap(self.recording.ranks.values())
+        self.recording.mixed = _mixture(self.recording.ranks.values())
         return self.recording
+
+    def _world_size(self) -> int:
+        """How many ranks the job has, by those files that say so, else those that are named."""
+        stated = [recording.world_size for recording in self.ranks.values()]
+        sizes = [*stated, *(rank + 1 for rank in self.ranks)]
+        if not any(stated):
+            for group in self.groups.values():
+                sizes += [rank + 1 for rank in group.ranks]
+        return max(sizes, default=0)
 
     def _outside(self, group: Group) -> frozenset[int]:
         """The members that are no ranks of this job.
@@ -452,16 +432,6 @@ class _Reader:
                 if (rank, group.name) not in self.members_of:
                     outside.add(rank)
         return frozenset(outside)
-
-    def _name_foreign_files(self) -> None:
-        """Other files of the job may be numbered too, such as logs: only dumps are missed."""
-        has_calls = any(recording.has_calls for recording in self.ranks.values())
-        for path, problem in self.foreign:
-            prefix, rank, _ = _by_rank(path)
-            if rank < 0:
-                continue
-            if prefix in self.prefixes or not has_calls:
-                self._failed(path, problem)
 
     def _key(self, name: str, members: Ranks) -> str:
         """A key that only one group has: torch can use one name for several groups."""
@@ -484,53 +454,36 @@ class _Reader:
         columns[0] = np.array(places, np.int64)[calls.title]
         return Calls(self.titles, columns, calls.frames)
 
-    def _drop_other_lives(self) -> None:
-        """Leave out what a rank wrote before another rank of the directory had started.
 
-        A job is restarted into the same directory, and rank 3 never starts: the files that rank 3
-        left in its previous life say nothing about this hang.
-        """
-        if not self.ranks:
-            return
-        newest = max(self.ranks.values(), key=lambda recording: recording.started)
-        for rank, recording in self.ranks.items():
-            # The groups of a rank are written at its start, everything else has a time.
-            is_earlier = 0 < recording.written < newest.started
-            is_of_one_job = recording.job in ("", newest.job) or not newest.job
-            if is_earlier or not is_of_one_job:
-                self.problems.append(
-                    f"the files of rank {rank} are of another start of the job than those of rank "
-                    f"{newest.rank}, or of another job: they are not used."
-                )
-                self.ranks[rank] = RankRecording(rank)
-                self.listing.discard(rank)
+def _mixture(recordings: Iterable[RankRecording]) -> str:
+    """Why the files seem to be of two jobs, or of two starts of a job; empty if they do not.
 
-    def _several_sizes(self) -> str:
-        """The sizes of the job that files name, if they differ."""
-        texts = [f"{size} ranks by the files of rank {rank}" for size, rank in self.sizes.items()]
-        if len(texts) < 2:
-            return ""
-        return f"the job has {' and '.join(sorted(texts)[:2])}"
-
-
-def _gap(recordings: Iterable[RankRecording]) -> str:
-    """Whether the calls of one rank end long before those of another begin."""
-    called = [recording for recording in recordings if recording.calls]
-    if not called:
-        return ""
-    early = min(called, key=_end)
-    late = max(called, key=_begin)
-    # A recorder that has wrapped around begins late; then only the time of the dump says enough.
-    is_known = early.written or late.whole
-    if not is_known or _begin(late) - _end(early) < _FAR:
-        return ""
-    return f"the calls of rank {early.rank} ended before those of rank {late.rank} began"
+    A job is restarted into the same directory, and rank 3 never starts: the files that rank 3 left
+    in its previous life say nothing about this hang.
+    """
+    recordings = list(recordings)
+    newest = max(recordings, key=_begin, default=RankRecording(0))
+    for recording in recordings:
+        ranks = f"those of rank {recording.rank} and of rank {newest.rank}"
+        if recording.world_size and newest.world_size not in (0, recording.world_size):
+            return f"the files name jobs of two sizes, {ranks}"
+        if recording.job and newest.job not in ("", recording.job):
+            return f"the files name two jobs, {ranks}"
+        if 0 < _end(recording) < _begin(newest) - _SKEW:
+            return f"the files are of two times, {ranks}"
+    return ""
 
 
 def _begin(recording: RankRecording) -> int:
+    """When a rank began to record or made its first call; 0 if that is not known."""
+    if recording.started or not (recording.whole and recording.calls):
+        return recording.started
     return recording.calls[0].created
 
 
 def _end(recording: RankRecording) -> int:
+    """When a rank wrote, or called something last; 0 if that is not known."""
+    if recording.written or not recording.calls:
+        return recording.written
     last = recording.calls[-1]
-    return max(recording.written, last.created, last.completed)
+    return max(last.created, last.completed)

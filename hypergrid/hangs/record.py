@@ -1,7 +1,6 @@
 """Writes what a hang is diagnosed from: live groups, torch's flight recorder, stacks.
 
-A thread does it, so that it works while the main thread sits in a collective, where Python runs
-no handler of a signal: the interpreter's C handler wakes the thread through a pipe.
+A thread does it, so that it works while the main thread sits in a collective.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ import atexit
 import json
 import os
 import pickle
-import select
-import signal
 import socket
 import sys
 import threading
@@ -37,16 +34,13 @@ from hypergrid.hangs.recording import ENDED, has_ended
 from hypergrid.messages import in_words, shown
 
 SCHEMA = 1
-SIGNAL = signal.SIGUSR1
 ASKED = "asked"  # a file: when it changes, every rank that shares the directory writes
 EARLIER = "earlier"  # a directory: what the previous run left
-_TICK = 1.0  # seconds between looks at the groups
-_LOOK = 5.0  # seconds between looks at the directory and the calls
+_LOOK = 5.0  # seconds between looks at the groups, the directory and the calls
 # Bounds of a file of stacks.
 _THREADS = 100
 _FRAMES = 100
 _TEXT = 20_000
-_ENOUGH = 0  # a byte in the pipe that is no signal's number
 _Line: TypeAlias = tuple[FrameType, int]
 _Row: TypeAlias = tuple[str, int, str]  # file, line, function
 _current: Recorder | None = None
@@ -60,9 +54,9 @@ def record(
 ) -> Recorder:
     """Let this rank write its groups, flight recorder and stacks when the job hangs. *Local*.
 
-    Call it in the main thread of every rank, before the default group is created. ``hypergrid
-    diagnose`` and torch's ``torchfrtrace`` read the directory. The live groups are written at
-    once and whenever they change, the rest on SIGUSR1, on ``AgreementError`` and
+    Call it on every rank, before the default group is created. ``hypergrid diagnose`` and torch's
+    ``torchfrtrace`` read the directory. The live groups are written at once and whenever they
+    change, the rest when ``hypergrid diagnose --ask`` asks for it, on ``AgreementError`` and
     ``CreationError``, on an uncaught exception, after ``after`` seconds in a collective, and when
     another rank with the same directory did so for that reason; once more when the script ends.
     Of one hang the first recording stays: an error of tearing it down is not written.
@@ -86,8 +80,7 @@ def record(
     Raises
     ------
     ValueError
-        No directory, an invalid number of seconds, another recorder is open, or this is not the
-        main thread.
+        No directory, an invalid number of seconds, or another recorder is open.
     OSError
         The directory cannot be created or written, or every user may replace files there.
     """
@@ -104,7 +97,8 @@ def record(
         variable = os.environ.get("HYPERGRID_RECORD_P2P", "0")
         p2p = variable not in ("", "0")
     settings = (Path(directory).resolve(), after, p2p)
-    if _current is not None:
+    # A forked process has a copy of its parent's recorder, which records nothing.
+    if _current is not None and _current.pid == os.getpid():
         if _current.settings == settings:
             return _current
         folder, seconds, has_p2p = _current.settings
@@ -112,8 +106,6 @@ def record(
             f"this process already records to {folder} (after={seconds}, p2p={has_p2p}); close "
             "that recorder first."
         )
-    if threading.current_thread() is not threading.main_thread():
-        raise ValueError("record() installs a signal handler: call it in the main thread.")
     _current = Recorder(*settings)
     return _current
 
@@ -126,19 +118,11 @@ def _seconds(value: str | float, name: str) -> float:
     raise ValueError(f"invalid value for {name}: {shown(value)}; allowed: seconds above 0.")
 
 
-def _in_child() -> None:
-    if _current is not None:
-        _current._in_child()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
 class Recorder:
     """Writes ``groups_RANK.json``, ``trace_RANK`` and ``stack_RANK.json``, until it is closed.
 
     ``record`` makes it. ``settings`` are the directory, the seconds and whether point-to-point
-    operations are recorded; ``thread`` is the one that watches.
+    operations are recorded; ``thread`` is the one that watches, in the process ``pid``.
     """
 
     def __init__(self, directory: Path, after: float | None, p2p: bool) -> None:
@@ -149,7 +133,7 @@ class Recorder:
         self._writing = threading.Lock()
         self._groups: object = None  # names and labels of those that were written
         self._warned: set[str] = set()  # the faults that were warned of
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._request_seen = self._request()
         # The exception that ended the script: a process can stay for long after that.
         self._raised: tuple[str, list[_Row]] | None = None
@@ -169,11 +153,6 @@ class Recorder:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "trace_"))
         self._p2p = point_to_point.PointToPoint() if p2p else None
         self._closed = threading.Event()
-        self._out, self._in = os.pipe()
-        # A handler that waits for room in the pipe would stop the rank.
-        os.set_blocking(self._out, False)
-        os.set_blocking(self._in, False)
-        self._take_signals()
         self._excepthook = sys.excepthook
         sys.excepthook = self._on_exception
         pool.after_failure.add(self._on_failure)
@@ -193,6 +172,8 @@ class Recorder:
         written: tearing down a job that hangs makes its ranks raise, and the first recording shows
         the hang.
         """
+        if os.getpid() != self.pid:
+            return  # a forked process is no rank: it would answer for this one
         with self._writing:
             self._attempt(self._write_groups)
             if self._rank is None:
@@ -214,57 +195,22 @@ class Recorder:
         return all(count <= recorded.get(group, 0) for group, count in calls.items())
 
     def close(self) -> None:
-        """Stop recording; handlers and hooks are as before ``record``. *Local*, idempotent."""
+        """Stop recording; hooks are as before ``record``. *Local*, idempotent."""
         global _current
         if self._closed.is_set():
             return
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("close a recorder in the main thread: its signal handler is there.")
         self._closed.set()
-        self._give_signals_back()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
         pool.after_failure.discard(self._on_failure)
         atexit.unregister(self._on_end)
         if self._p2p is not None:
             self._p2p.close()
-        if os.getpid() == self._pid:
-            os.write(self._in, bytes([_ENOUGH]))
-            self.thread.join()
-        os.close(self._out)
-        os.close(self._in)
+        self.thread.join()
         if _current is self:
             _current = None
 
-    # The event that wakes the thread.
-
-    def _take_signals(self) -> None:
-        self._handler = signal.getsignal(SIGNAL)
-        signal.signal(SIGNAL, self._on_signal)
-        # Only a handler of the script may wait for a call to be interrupted.
-        if not callable(self._handler):
-            signal.siginterrupt(SIGNAL, False)
-        self._wakeup = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
-
-    def _give_signals_back(self) -> None:
-        with suppress(ValueError):  # not the main thread
-            installed = signal.set_wakeup_fd(self._wakeup)
-            if installed not in (self._in, self._wakeup):  # by other code since
-                signal.set_wakeup_fd(installed)
-            if signal.getsignal(SIGNAL) == self._on_signal:
-                # None: a handler that was not installed from Python cannot be put back.
-                signal.signal(SIGNAL, self._handler or signal.SIG_DFL)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._closed.is_set():  # else the descriptor may be another file's
-            installed = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
-            # Other code, such as asyncio, has taken the signals since: the thread was not woken.
-            if installed != self._in:
-                signal.set_wakeup_fd(installed)
-                with suppress(OSError):
-                    os.write(self._in, bytes([number]))
-        if callable(self._handler):
-            self._handler(number, frame)
+    # The events that it writes on.
 
     def _on_exception(
         self,
@@ -286,43 +232,14 @@ class Recorder:
     def _on_failure(self, error: BaseException) -> None:
         self.write(type(error).__name__, error)
 
-    def _in_child(self) -> None:
-        """A forked process is no rank: it would answer for this one, on this one's pipe."""
-        if self._closed.is_set() or os.getpid() == self._pid:
-            return
-        self.close()
-        if signal.getsignal(SIGNAL) is signal.SIG_DFL:  # a signal to all of a job would end it
-            with suppress(ValueError):
-                signal.signal(SIGNAL, signal.SIG_IGN)
-
     def _watch(self) -> None:
-        last_look = time.monotonic()
-        look = _LOOK
+        seconds = _LOOK
         if self._after is not None:
-            look = min(_LOOK, self._after / 4)
-        milliseconds = min(_TICK, look) * 1000
-        poll = select.poll()  # of any descriptor; select knows 1,024
-        poll.register(self._out, select.POLLIN)
-        while not self._closed.is_set():
-            poll.poll(milliseconds)
-            with suppress(BlockingIOError):
-                for byte in os.read(self._out, 4096):
-                    self._hear(byte)
+            seconds = min(_LOOK, self._after / 4)
+        while not self._closed.wait(seconds):
             with self._writing:
                 self._attempt(self._write_groups)
-            now = time.monotonic()
-            if now - last_look >= look:
-                last_look = now
-                self._attempt(self._look)
-
-    def _hear(self, byte: int) -> None:
-        """Write if it is the number of our signal, and pass it on to whoever listened before."""
-        if byte == SIGNAL:
-            self._request_seen = self._request()
-            self._attempt(lambda: self.write(SIGNAL.name))
-        if byte != _ENOUGH and self._wakeup != -1:
-            with suppress(OSError):
-                os.write(self._wakeup, bytes([byte]))
+            self._attempt(self._look)
 
     def _look(self) -> None:
         request = self._request()
@@ -513,9 +430,7 @@ def _rows(lines: Iterable[_Line]) -> list[_Row]:
     rows: list[_Row] = []
     for frame, line in islice(lines, _FRAMES):
         code = frame.f_code
-        if code is Recorder._on_signal.__code__:  # the main thread had not left it yet
-            rows.clear()
-        elif code.co_filename != point_to_point.__file__:
+        if code.co_filename != point_to_point.__file__:
             row = (code.co_filename, line, code.co_name)
             rows.append(row)
     return rows

@@ -40,16 +40,6 @@ class What(NamedTuple):
     input_dtypes: str
     output_dtypes: str
 
-    @property
-    def sizes(self) -> tuple[str, str]:
-        """Of what goes in and comes out."""
-        return self.inputs, self.outputs
-
-    @property
-    def dtypes(self) -> tuple[str, str]:
-        """Of what goes in and comes out."""
-        return self.input_dtypes, self.output_dtypes
-
 
 class Title(NamedTuple):
     """The part that many calls have in common: group, name, sizes and dtypes."""
@@ -189,6 +179,7 @@ class RankRecording:
     latest: int = 0  # its file was not written after this, ns since 1970; 0 if not known
     started: int = 0  # when the process began to record, ns since 1970; 0 if not known
     job: str = ""  # the launcher's name of the job
+    world_size: int = 0  # of the job, by its files; 0 if they do not say
     reason: str = ""
     error: str = ""
     stack: Stack = ()  # of the main thread, innermost first
@@ -217,5 +208,4 @@ class Recording:
     world_size: int
     problems: list[str]
     titles: list[Title] = field(default_factory=list)  # of all calls
-    unread: set[int] = field(default_factory=set)  # ranks with a file that could not be read
     mixed: str = ""  # why the files seem to be of two jobs or runs

@@ -50,12 +50,10 @@ SENTENCES = {
     "rank raised": "raised {error}.",
     "rank no dump": "left no dump: ended, stopped or unreachable{process}.",
     "rank never entered": "{state}{last}.",
-    "unread": "left a dump that could not be read.",
     # The lines that follow.
     "line": "{call}: {entered:is in it and waits|are in it and wait} for {missed}.",
     "call at": "rank {rank} made the call in {place}.",
     "stack": "rank {rank} is in {place}.",
-    "elsewhere": "{elsewhere:waits|wait} in {number}.",
 }
 NEXT = {
     "mismatch": "compare the lines of the script that make these two calls.",
@@ -69,14 +67,12 @@ NEXT = {
     "slow": "look at the network and the devices of the ranks in that call.",
 }
 DOUBTS = {
-    "few": "this may not be the directory of all ranks",
     "unlisted": "that member may be a rank of this job that did not create the group",
     "sounds": "the error of {ranks} may come from another rank, whose clock is behind",
     "alone": "nobody is seen to wait for {ranks}",
     "partial": "a rank may be missing that these files do not show",
     "root": "torch does not record roots, and the ranks may have named different ones",
-    "unread": "the calls of {ranks} are not known",
-    "mixed": "{mixed}. The files seem to be of two jobs, or of two times",
+    "mixed": "{mixed}. The files seem to be of two jobs, or of two starts: use those of one",
     "old": "a dump of {ranks} was written before that call, or while the rank still worked, and "
     "the rank may have come since. Have all ranks write at the same time",
     "hidden": "ranks may wait for others in a call that is not recorded. HYPERGRID_RECORD_P2P=1 "
@@ -151,10 +147,10 @@ def difference(call: Call, other_call: Call) -> str:
     if operation.detail != other_operation.detail:
         return f"{operation.name} with {operation.detail or 'no root'}"
     kind = "size"
-    values = operation.sizes
-    if values == other_operation.sizes:
+    values = (operation.inputs, operation.outputs)
+    if values == (other_operation.inputs, other_operation.outputs):
         kind = "dtype"
-        values = operation.dtypes
+        values = (operation.input_dtypes, operation.output_dtypes)
     # Inputs and outputs are mostly the same. The text of a list of lists is "[[4]]".
     texts = [value[1:-1].replace("'", "") or "none" for value in dict.fromkeys(values)]
     return f"{operation.name} of {kind} {' -> '.join(texts)[:80]}"

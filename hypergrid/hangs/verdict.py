@@ -21,10 +21,9 @@ from hypergrid.hangs.sentences import (
     place_of,
     shortened_span,
 )
-from hypergrid.hangs.waiting import Wait, Waiting, pair_of
+from hypergrid.hangs.waiting import OUTSIDE, Wait, Waiting, pair_of
 
 SCHEMA = 1
-PATIENCE = 1.0  # seconds; who waits for less is not stuck
 _SHOWN = 16  # ranks that one rank waits for
 _INSTANT = 10**8  # ns; how long ranks have been in a call is not said below that
 
@@ -67,12 +66,9 @@ class Diagnosis:
         return {"schema": SCHEMA, "ok": self.ok, **vars(self)}
 
 
-def diagnose(recording: Recording, *, patience: float = PATIENCE) -> Diagnosis:
-    """The first cause of a hang, told apart from those who wait because of it.
-
-    ``patience``: seconds; who has waited for less when the dumps were written is not stuck.
-    """
-    waiting = Waiting(recording, patience)
+def diagnose(recording: Recording) -> Diagnosis:
+    """The first cause of a hang, told apart from those who wait because of it."""
+    waiting = Waiting(recording)
     cause = Rules(waiting).cause()
     report = _Report(waiting, cause)
     needed = {}
@@ -124,13 +120,11 @@ class _Report:
         self.cause = cause
         self.ranks = waiting.ranks
         self.groups = waiting.recording.groups
-        # Where the cause is certain, it is of no use who waits for whom.
-        self.shows_circle = bool(cause.circle and cause.doubt)
         self.unequal: list[tuple[int, Call]] = []  # two ranks, and their calls at one place
         self.fields: dict[str, object] = {
             "ranks": Members(cause.ranks),
             "named": self._named(cause.ranks),
-            "blind": Members(waiting.blind),
+            "blind": Members(cause.ranks if cause.kind == "no dump" else waiting.blind),
             "mixed": waiting.recording.mixed,
             "evidence": "",
         }
@@ -156,15 +150,6 @@ class _Report:
         """Where the ranks are, what the others do, and what to look at next."""
         cause = self.cause
         lines = self._places()[:2]
-        elsewhere = set(self.waiting.of) - set(cause.ranks)
-        if self.shows_circle:
-            elsewhere -= {rank for rank, _, _ in cause.circle}
-        elif cause.wait is not None and (cause.doubt or cause.kind != "order"):
-            elsewhere -= cause.wait.inside  # the sentence or a line says so
-        calls = {wait.place for rank in elsewhere for wait in self.waiting.of[rank]}
-        if calls:
-            number = counted(len(calls), "call")
-            lines.append(self._say("elsewhere", elsewhere=Members(elsewhere), number=number))
         advice = NEXT.get("root" if cause.doubt == "root" else cause.kind)
         if advice is not None:
             lines.append(f"Next: {advice.format(**self.fields)}")
@@ -195,18 +180,17 @@ class _Report:
 
     def _order(self) -> str:
         cause = self.cause
-        texts = []
         if cause.departure is not None:
-            texts.append(self._say("departed"))
-        if self.shows_circle:
-            waits = [wait for _, _, wait in cause.circle if wait is not None]
+            return self._say("departed")
+        if cause.doubt == "which":
+            waits: list[Wait] = []
+            for rank in cause.ranks:
+                waits += self.waiting.of.get(rank, ())
             # Several ranks can be in one call.
-            calls = list(dict.fromkeys(map(self._call, waits)))[:2]
-            where = " and ".join(calls) or "calls that are not recorded"
-            circle = Members(rank for rank, _, _ in cause.circle)
-            texts.append(self._say("deadlock", circle=circle, calls=where))
-        if texts:
-            return " ".join(texts)
+            calls = list(dict.fromkeys(map(self._call, waits)))
+            where = " and ".join(calls[:2])
+            return self._say("deadlock", circle=Members(cause.ranks), calls=where)
+        texts = []
         # All are in calls that are not recorded.
         ranks_in: dict[str, list[int]] = defaultdict(list)
         for rank in (*cause.ranks, *self.waiting.unseen):
@@ -219,7 +203,7 @@ class _Report:
     def _missed(self) -> str:
         """A rank that others wait for, and where it is."""
         cause = self.cause
-        where = self._say("unread" if cause.doubt == "unread" else f"rank {cause.kind}")
+        where = self._say(f"rank {cause.kind}")
         waiting_ranks = self.waiting.guessing.difference(cause.ranks)
         if cause.wait is not None:
             name = cause.wait.call.what.name
@@ -297,8 +281,8 @@ class _Report:
             "group": self._group(wait.call.group),
             "inside": Members(wait.inside),
             "entered": Members(entered),
-            "missed": Members(wait.missed - entered or wait.missed),
-            "outside": Members(wait.outside, "member"),
+            "missed": Members(wait.missed - entered - {OUTSIDE} or wait.missed),
+            "outside": Members(self.groups[wait.call.group].outside, "member"),
             "lasting": duration,
         }
 

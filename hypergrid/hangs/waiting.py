@@ -12,8 +12,9 @@ import numpy as np
 
 from hypergrid.hangs.recording import DEFAULT, Call, Calls, Recording, Title, What
 
-_OUTSIDE = "outside"  # stands for all processes of other jobs
+OUTSIDE = -1  # stands, as a rank that nobody has seen, for all processes of other jobs
 _NOWHERE = -1  # the last number of a rank that did not call a group
+PATIENCE = 10**9  # ns; who waits for less is not stuck
 _ALL = 1 << 62  # more than any number
 # Errors of a call that say that another rank did not come, or called otherwise, and that a process
 # ended. Data sets and storage raise the same words.
@@ -41,7 +42,8 @@ class Wait:
     """Equal calls with one number in one group, which cannot end before others make them.
 
     ``absent`` have not called it, ``unlike`` have called something else in its place, ``behind``
-    have it in their queue after calls that have not ended either.
+    have it in their queue after calls that have not ended either. Of a group with members that are
+    processes of another job, OUTSIDE is absent.
     """
 
     call: Call  # of ``rank``, which has been in it for longest
@@ -51,7 +53,6 @@ class Wait:
     absent: Set[int]
     unlike: Set[int]
     behind: Set[int]
-    outside: Set[int]  # members that are processes of another job
     ns: int  # how long
 
     @property
@@ -80,8 +81,6 @@ class Wait:
 
 # A call by its group and its number there.
 Place: TypeAlias = tuple[str, int]
-# Who waits for whom, and where; None if that is guessed.
-Step: TypeAlias = tuple[int, int, Wait | None]
 
 
 class _Pending(NamedTuple):
@@ -120,14 +119,12 @@ class Waiting:
     ``unseen`` has the ranks that are in a call that is not recorded, and its name; they and victims
     are ``guessing``: each may wait for any other rank. ``unequal`` are the different calls that
     ranks made at one place of a group, those of the most ranks last. Of each set in ``last_ones``,
-    whose ranks wait for nobody but each other, one has to move first; ``waits_outside`` are those
-    for a process of another job, which no file shows.
+    whose ranks wait for nobody but each other, one has to move first.
     """
 
-    def __init__(self, recording: Recording, patience: float) -> None:
+    def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.ranks = recording.ranks
-        self.patience = int(patience * 1e9)  # ns
         self.world = range(recording.world_size)
         answered = {rank for rank, recording in self.ranks.items() if recording.answered}
         self.gone = set(self.world) - answered
@@ -156,7 +153,6 @@ class Waiting:
                 self.unseen[rank] = function
         self.guessing = self.unseen.keys() | (self.victims - blocked)
         self.blocked = blocked | self.guessing
-        self.waits_outside: list[Wait] = []
         self.last_ones = self._last_ones()
 
     def _sort_errors(self) -> None:
@@ -216,7 +212,9 @@ class Waiting:
     @property
     def is_world_known(self) -> bool:
         """Whether a file says which ranks there are; else more may have left none."""
-        return any(len(group.ranks) == len(self.world) for group in self.recording.groups.values())
+        groups = self.recording.groups.values()
+        size = len(self.world)
+        return any(len(group.ranks) == size for group in groups)
 
     def needs(self, rank: int) -> dict[int, Wait | None]:
         """The ranks that it waits for, and where; None if that is guessed."""
@@ -225,42 +223,29 @@ class Waiting:
             needed |= dict.fromkeys(self.world)
         for wait in self.of.get(rank, []):
             needed |= dict.fromkeys(wait.missed_by(rank), wait)
-        needed.pop(rank, None)
+        for other in (rank, OUTSIDE):
+            needed.pop(other, None)
         return needed
 
     def _last_ones(self) -> list[set[int]]:
         # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
-        graph: dict[Any, Iterable[Any]] = {wait: _targets(wait, wait.missed) for wait in self.waits}
+        graph: dict[Any, Iterable[Any]] = {wait: wait.missed for wait in self.waits}
         for rank, waits in self.of.items():
             targets: list[Any] = []
             for wait in waits:
                 if rank in wait.entered:
                     targets.append(wait)
                 else:
-                    targets += _targets(wait, wait.missed_by(rank))
+                    targets += wait.missed_by(rank)
             graph[rank] = targets
         graph |= {rank: [None] for rank in self.guessing}
         graph[None] = self.world if self.guessing else ()
         last_ones = []
         for component in _last_components(graph):
-            ranks = component.intersection(self.world)
+            ranks = component.intersection((OUTSIDE, *self.world))
             if ranks:
                 last_ones.append(ranks)
-            elif _OUTSIDE in component:
-                self.waits_outside = [wait for wait in self.waits if wait.outside]
         return sorted(last_ones, key=min)
-
-    def circle(self, within: set[int]) -> list[Step]:
-        """A circle among ranks that wait for each other."""
-        steps: dict[int, Step] = {}
-        rank = min(within)
-        while rank not in steps:
-            needs = self.needs(rank)
-            needed = min(within.intersection(needs))
-            steps[rank] = (rank, needed, needs[needed])
-            rank = needed
-        # The first steps may only lead to the circle.
-        return [*steps.values()][[*steps].index(rank) :]
 
     def _unrecorded_function(self, rank: int) -> str:
         """The call to torch, not recorded, that its main thread is in; empty where it is in none.
@@ -368,7 +353,8 @@ class Waiting:
                 if (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
             outside = self.recording.groups[group].outside
-            absent -= outside
+            if outside:
+                absent = (absent - outside) | {OUTSIDE}
             alike = self._alike(group, seq, called)
             # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
             recorded = set().union(*alike)
@@ -376,7 +362,7 @@ class Waiting:
                 inside = {rank: pending_of[rank] for rank in calls if rank in pending_of}
                 unlike = recorded - calls.keys()
                 if inside:
-                    self._add_wait(inside, absent, unlike, behind & calls.keys(), outside)
+                    self._add_wait(inside, absent, unlike, behind & calls.keys())
 
     def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
         """The calls of ranks, by what must be the same for all of them, the most last."""
@@ -399,7 +385,6 @@ class Waiting:
         absent: Set[int],
         unlike: Set[int],
         behind: Set[int],
-        outside: Set[int],
     ) -> None:
         ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
         if not self._is_stuck(inside, ns):
@@ -407,8 +392,8 @@ class Waiting:
         first = min(inside, key=lambda rank: inside[rank].call.created)
         at, call, _ = inside[first]
         ranks = inside.keys()
-        wait = Wait(call, first, at, ranks, absent, unlike, behind, outside, ns)
-        waits = self.waits if wait.missed or outside else self.running
+        wait = Wait(call, first, at, ranks, absent, unlike, behind, ns)
+        waits = self.waits if wait.missed else self.running
         waits.append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
@@ -422,7 +407,7 @@ class Waiting:
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
         is_known = any(self.ranks[rank].written for rank in ranks)
-        return not is_known or ns >= self.patience or bool(self.victims)
+        return not is_known or ns >= PATIENCE or bool(self.victims)
 
     def _is_idle(self, rank: int) -> bool:
         """Whether it has called nothing for a while."""
@@ -450,9 +435,8 @@ class Waiting:
             operation = operations[0]
             absent = set()
             behind = set()
-            outside = self.recording.groups[key.group].outside.intersection([answer.rank])
-            if outside:
-                pass
+            if answer.rank in self.recording.groups[key.group].outside:
+                absent.add(OUTSIDE)
             elif unanswered > 0:
                 first = max(0, len(operations) - unanswered)
                 operation = operations[first]
@@ -463,7 +447,7 @@ class Waiting:
                 continue
             if not operation.is_entered:
                 behind.add(key.rank)
-            self._add_wait({key.rank: operation}, absent, set(), behind, outside)
+            self._add_wait({key.rank: operation}, absent, set(), behind)
 
     def _ended_pairs(self) -> Counter[_PairKey]:
         """How many sends and receives have ended, of pairs whose recorders both are whole."""
@@ -493,20 +477,12 @@ class Waiting:
         return _PairKey(title.group, ranks, operation.name)
 
 
-def _targets(wait: Wait, missed: Set[int]) -> list[Any]:
-    """Whom a call leads to: ranks, and the processes outside."""
-    return [*missed, _OUTSIDE] if wait.outside else [*missed]
-
-
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     """The last number of each group among some calls."""
-    titles = calls.title[mask].tolist()
+    group_of_title = [title.group for title in calls.titles]
+    groups = [group_of_title[place] for place in calls.title[mask].tolist()]
     numbers = calls.seq[mask].tolist()
-    last_numbers = {}
-    for place, number in zip(titles, numbers, strict=True):
-        group = calls.titles[place].group
-        last_numbers[group] = number
-    return last_numbers
+    return dict(zip(groups, numbers, strict=True))
 
 
 def must_agree(operation: What) -> tuple[str, ...]:

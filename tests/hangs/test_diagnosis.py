@@ -67,9 +67,9 @@ class Job:
             if word.endswith("?"):
                 recorder.entries[-1].update(state="scheduled", time_discovered_started_ns=None)
 
-    def verdict(self, missing=(), **options):
+    def verdict(self, missing=()):
         write(self.directory, [rank for rank in self.ranks if rank.rank not in missing])
-        return diagnose(read(self.directory), **options)
+        return diagnose(read(self.directory))
 
 
 @pytest.fixture
@@ -205,7 +205,6 @@ def test_a_verdict_is_plain_data_with_who_waits_for_whom_and_for_how_long(job):
     assert (
         "in which rank 2 has waited for at least 6 min 40 s; it last called" in diagnosis.sentence
     )
-    assert diagnosis.chain[0] == "ranks 0..1 wait in 2 calls."
     assert diagnosis.members == (2, 3)
     assert diagnosis.waiting == {0: (2,), 1: (3,), 2: (3,)}
     assert diagnosis.states == {0: "waiting", 1: "waiting", 2: "waiting", 3: "cause"}
@@ -213,12 +212,14 @@ def test_a_verdict_is_plain_data_with_who_waits_for_whom_and_for_how_long(job):
     assert (data["schema"], data["ok"], data["ranks"]) == (1, False, [3])
 
 
-def test_who_waits_for_less_than_the_patience_is_not_stuck(job):
+def test_who_waits_for_less_than_a_second_is_not_stuck(job):
     for rank in range(4):
         stack(job.directory, rank, STACKS["load"], written=job.ranks[0].now + SECOND)
     job.calls(2, "tp...", after=0.9)
     assert job.verdict().ok
-    assert not job.verdict(patience=0.05).ok
+    for rank in range(4):
+        stack(job.directory, rank, STACKS["load"], written=job.ranks[0].now + 3 * SECOND)
+    assert not job.verdict().ok
 
 
 def test_a_rank_whose_dump_is_cut_is_not_said_to_have_ended(job):
@@ -229,8 +230,10 @@ def test_a_rank_whose_dump_is_cut_is_not_said_to_have_ended(job):
     diagnosis = diagnose(read(job.directory))
     assert (diagnosis.kind, diagnosis.ranks, diagnosis.certain) == ("no dump", (3,), False)
     assert diagnosis.sentence.endswith(
-        "it left a dump that could not be read. Not certain: the calls of rank 3 are not known."
+        "Not certain: the flight recorder of rank 3 is missing or cut, and what was called there "
+        "is not known."
     )
+    assert diagnosis.problems[0].startswith("trace_3 cannot be read")
 
 
 def test_of_a_host_without_files_nobody_is_named_with_certainty(tmp_path):
@@ -251,7 +254,7 @@ def test_a_member_of_a_group_is_a_rank_of_the_job_where_no_file_has_the_size_of_
 def test_files_that_name_jobs_of_two_sizes_are_seen_to_be_mixed(job):
     job.ranks[0] = Rank(0, {"0": ("default_pg", [0, 1])}).call("0")
     diagnosis = job.verdict()
-    sizes = "the job has 2 ranks by the files of rank 0 and 4 ranks by the files of rank 1"
+    sizes = "the files name jobs of two sizes, those of rank 1 and of rank 0"
     assert not diagnosis.certain and sizes in diagnosis.sentence
 
 

@@ -52,7 +52,7 @@ def test_the_sample_of_the_page_is_the_verdict_on_a_real_recording(on_nccl):
 
 @pytest.mark.parametrize("name", HANGS)
 def test_ranks_that_are_in_one_call_do_not_wait_for_each_other_there(name, on_nccl):
-    waiting = Waiting(read(on_nccl / name), patience=1)
+    waiting = Waiting(read(on_nccl / name))
     for wait in waiting.waits:
         in_the_call = {rank for rank in wait.inside if wait in waiting.of.get(rank, ())}
         assert not in_the_call & wait.missed, wait

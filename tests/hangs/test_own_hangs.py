@@ -48,4 +48,3 @@ def test_a_wait_for_a_process_outside_of_the_job_is_named(tmp_path):
     assert (diagnosis.kind, diagnosis.certain) == ("outside", False)
     assert "of weights" in diagnosis.sentence
     assert "whose member 1 is outside of this job" in diagnosis.sentence
-    assert diagnosis.chain[0] == "rank 1 waits in 1 call."

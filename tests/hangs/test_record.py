@@ -1,24 +1,21 @@
 """The files of `record`, and when it writes them: even while the main thread is in a collective."""
 
-import asyncio
 import json
 import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 import hypergrid
 from compat import parallel_state as ps
@@ -61,14 +58,13 @@ def wait_for(condition, seconds=20):
         time.sleep(0.02)
 
 
-def wait_for_writing(directory, rank=0, reason="SIGUSR1"):
+ASKED = "asked in the directory"
+
+
+def wait_for_writing(directory, rank=0, reason=ASKED):
     """Wait until the rank has written for this reason."""
     path = directory / f"stack_{rank}.json"
     wait_for(lambda: path.exists() and stack_of(directory, rank)["reason"] == reason)
-
-
-def send_signal(number=signal.SIGUSR1):
-    os.kill(os.getpid(), number)
 
 
 # Directories that other users can change.
@@ -104,14 +100,14 @@ def test_links_in_a_shared_directory_are_replaced_and_never_followed(tmp_path, m
 
 
 @on_ranks(2)
-def test_a_signal_has_all_written_while_the_main_thread_sits_in_a_collective(rank, tmp_path):
+def test_a_request_has_all_written_while_the_main_thread_sits_in_a_collective(rank, tmp_path):
     recorder = hypergrid.record(tmp_path)
     HyperCommGrid([2], ["tp"]).create_pg("tp", group_desc="TP")
     if rank == 1:
         groups = tmp_path / "groups_0.json"
         wait_for(lambda: groups.exists() and "TP" in groups.read_text())
         time.sleep(0.5)
-        os.kill(json.loads(groups.read_text())["pid"], signal.SIGUSR1)
+        (tmp_path / "asked").touch()
         wait_for_writing(tmp_path)
         content = stack_of(tmp_path)
         assert content["error"] is None and content["threads"][0]["main"]
@@ -123,65 +119,6 @@ def test_a_signal_has_all_written_while_the_main_thread_sits_in_a_collective(ran
         assert not [*tmp_path.glob("*.part")]
     dist.all_reduce(torch.ones(3))
     recorder.close()
-
-
-def test_handlers_and_descriptors_that_were_there_hear_of_every_signal(tmp_path):
-    heard = []
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def handler(number, _):
-        heard.append(number)
-        if number == signal.SIGUSR1:
-            wait_for_writing(tmp_path)
-
-    numbers = (signal.SIGUSR1, signal.SIGUSR2)
-    previous = [signal.signal(number, handler) for number in numbers]
-    descriptor = signal.set_wakeup_fd(writer.fileno())
-    try:
-        recorder = hypergrid.record(tmp_path)
-        for number in numbers:
-            send_signal(number)
-        wait_for(lambda: heard == [*numbers])
-        # It is that of the script even where the handler runs.
-        assert functions(tmp_path) and "_on_signal" not in functions(tmp_path)
-        assert reader.recv(2, socket.MSG_WAITALL) == bytes(numbers)
-        recorder.close()
-        assert signal.getsignal(signal.SIGUSR1) is handler
-        assert signal.set_wakeup_fd(writer.fileno()) == writer.fileno()
-    finally:
-        signal.set_wakeup_fd(descriptor)
-        for number, previous_handler in zip(numbers, previous, strict=True):
-            signal.signal(number, previous_handler)
-        reader.close()
-        writer.close()
-
-
-def test_a_signal_is_heard_after_asyncio_has_taken_the_descriptor(recorder, tmp_path):
-    async def job():
-        heard = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, heard.set)
-        send_signal()
-        send_signal(signal.SIGUSR2)
-        await asyncio.wait_for(heard.wait(), 20)
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR2)
-
-    asyncio.run(job())
-    wait_for_writing(tmp_path)
-
-
-def test_a_blocking_call_is_not_interrupted(recorder, tmp_path):
-    reader, writer = os.pipe()
-
-    def later():
-        send_signal()
-        wait_for_writing(tmp_path)
-        os.write(writer, b"x")
-
-    threading.Thread(target=later).start()
-    assert os.read(reader, 1) == b"x"
-    os.close(reader)
-    os.close(writer)
 
 
 @on_ranks(2)
@@ -201,7 +138,7 @@ def test_a_rank_too_long_in_a_collective_writes_and_so_do_the_others(rank, tmp_p
     recorder = hypergrid.record(tmp_path, after=1)
     if rank == 1:
         wait_for_writing(tmp_path, 0, "timeout: in a call for more than 1 s")
-        wait_for_writing(tmp_path, 1, "asked in the directory")
+        wait_for_writing(tmp_path, 1)
         first = stack_of(tmp_path)["written_ns"]
         time.sleep(2)
         assert stack_of(tmp_path)["written_ns"] == first, "it writes once for one call"
@@ -228,7 +165,7 @@ def test_groups_are_written_again_when_states_change(rank, tmp_path):
 
 
 def patched_methods():
-    return [vars(ProcessGroup)["send"], vars(ProcessGroup)["recv"], vars(Work)["wait"]]
+    return [vars(ProcessGroup)["send"], vars(ProcessGroup)["recv"]]
 
 
 @on_ranks(2)
@@ -340,7 +277,7 @@ def test_files_of_an_earlier_run_are_moved_and_not_lost(tmp_path):
 def test_the_first_recording_of_a_hang_is_kept_when_the_job_is_torn_down(rank, tmp_path):
     recorder = hypergrid.record(tmp_path)
     dist.barrier()
-    recorder.write("SIGUSR1")
+    recorder.write(ASKED)
     recorder.write("exception", RuntimeError("Connection closed by peer"))
     assert not read(tmp_path).ranks[0].error
     assert stack_of(tmp_path)["error"] is None
@@ -354,7 +291,7 @@ def test_a_recording_says_when_its_process_started_and_in_which_job(tmp_path, mo
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
     start = time.time_ns()
     recorder = hypergrid.record(tmp_path)
-    recorder.write("SIGUSR1")
+    recorder.write(ASKED)
     recorder.close()
     (rank,) = read(tmp_path).ranks.values()
     assert start <= rank.started <= time.time_ns() and rank.job == "run7"
@@ -366,13 +303,13 @@ def test_a_recording_says_when_its_process_started_and_in_which_job(tmp_path, mo
 def test_a_forked_process_does_not_answer_for_the_rank(recorder, tmp_path):
     child = os.fork()
     if child == 0:
-        send_signal()  # ignored: it ends no worker of a data loader
-        os._exit(7)
+        recorder.write("exception", ValueError("of the child"))
+        other = hypergrid.record(tmp_path / "other")
+        other.write("test")
+        os._exit(7 if other is not recorder else 1)
     assert os.waitpid(child, 0)[1] == 7 << 8
-    time.sleep(0.5)
     assert not (tmp_path / "stack_0.json").exists()
-    send_signal()
-    wait_for_writing(tmp_path)
+    assert (tmp_path / "other" / "stack_0.json").exists()
 
 
 def test_a_directory_that_is_lost_ends_no_job(recorder, tmp_path):
@@ -397,7 +334,7 @@ def test_a_write_that_fails_names_the_directory_once_and_leaves_no_part(recorder
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
     def process_state():
-        hooks = (signal.getsignal(signal.SIGUSR1), sys.excepthook, {*pool.after_failure})
+        hooks = (sys.excepthook, {*pool.after_failure})
         return (*hooks, patched_methods(), len(os.listdir("/proc/self/fd")), dict(os.environ))
 
     monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
@@ -431,11 +368,6 @@ def test_arguments_come_from_the_environment_and_are_checked(tmp_path, monkeypat
     recorder.close()
 
 
-def test_it_is_opened_in_the_main_thread(tmp_path):
-    with ThreadPoolExecutor(1) as executor, pytest.raises(ValueError, match="main thread"):
-        executor.submit(hypergrid.record, tmp_path).result()
-
-
 # Asked from outside.
 
 
@@ -462,7 +394,7 @@ def test_a_launcher_s_ranks_are_asked_from_outside(tmp_path):
             wait_for(lambda path=path: path.exists() and "default_pg" in path.read_text(), 120)
         assert ask(directory) == []
         for rank in range(2):
-            assert stack_of(directory, rank)["reason"] == "asked in the directory"
+            assert stack_of(directory, rank)["reason"] == ASKED
         os.kill(json.loads(groups[1].read_text())["pid"], signal.SIGSTOP)
         assert ask(directory, 12) == [1]
     finally:

@@ -72,7 +72,7 @@ def test_without_sends_and_receives_the_verdict_is_right_or_says_what_is_unknown
     is_certain = fault not in COLLECTIVES_ONLY and fault not in UNCONFIRMED
     doubt = "ranks may wait for others in a call that is not recorded"
     if fault in UNCONFIRMED:
-        doubt = "rank 5 may be right"
+        doubt = "the flight recorder of rank 5 is missing"
     assert diagnosis.certain == is_certain, diagnosis.sentence
     assert (f"Not certain: {doubt}" in diagnosis.sentence) != is_certain
     kind, ranks = COLLECTIVES_ONLY.get(fault, (kind, {rank}))

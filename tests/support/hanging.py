@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT / "scripts")]
 import train_gpt  # noqa: E402
 
 import hypergrid  # noqa: E402
+from hypergrid.hangs import record  # noqa: E402
 
 RANKS = 8
 RANK = 5  # who does it: tp=1 dp=0 pp=1
@@ -173,6 +174,7 @@ def _rank(rank, fault, directory, listener, begun):
         os.dup2(log, stream)
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS))
+        record._LOOK = hung._LOOK
         hypergrid.record(directory)
         culprit, arm = FAULTS[fault]
         if rank == culprit:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import hypergrid
+from hypergrid.hangs import record
 
 _LOOK = 0.3  # seconds between looks at the processes
 _STILL = 6  # looks that find a process at rest: longer than the diagnosis' patience
@@ -43,6 +44,7 @@ def _rank(rank: int, world: int, body: Callable[[int], Any], directory: Path) ->
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), TORCH_FR_BUFFER_SIZE="2000")
     try:
         torch.set_num_threads(1)
+        record._LOOK = _LOOK
         hypergrid.record(directory)
         store = dist.FileStore(str(directory / ".store"), world)
         timeout = timedelta(seconds=300)
@@ -107,7 +109,7 @@ def ask(rank_of: Mapping[int, int], directory: Path, seconds: float) -> None:
         _, state = _used(pid)
         if state not in "ZT":
             running[pid] = rank
-            os.kill(pid, signal.SIGUSR1)
+    (directory / record.ASKED).touch()
     for rank in running.values():
         stack = directory / f"stack_{rank}.json"
         wait_for(

@@ -158,7 +158,7 @@ def stack(
         "host": f"host{rank // 4}",
         "pid": 1000 + rank,
         "written_ns": written,
-        "reason": "exception" if error else "SIGUSR1",
+        "reason": "exception" if error else "asked in the directory",
         "error": error,
         "threads": [{"name": "MainThread", "main": True, "frames": frames}],
     }
