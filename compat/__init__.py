@@ -21,11 +21,11 @@ def verify(*args: Any, **kwargs: Any) -> Any:
 
 
 def members_only(function: F) -> F:
-    """Declare that only a group's members need to call this replacement of ``new_group``.
+    """Declare that only a group's members need to call this replacement of ``create_group``.
 
-    For a function that replaces ``torch.distributed.new_group`` and calls it. Without the
-    declaration every rank calls the replacement for every group of the world, as stock does; with
-    it a rank calls it for its own groups only.
+    For functions that replace ``parallel_state.create_group`` or ``torch.distributed.new_group``.
+    Without it every rank calls the replacement for every group of the world, as stock does. With
+    it a rank calls it for its own groups only, and it must pass the ranks to torch's ``new_group``.
     """
     function.__hypergrid_members_only__ = True  # type: ignore[attr-defined]
     return function

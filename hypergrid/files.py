@@ -13,6 +13,7 @@ from typing import TypeVar
 from hypergrid.messages import install_command
 
 LONGEST = 32 << 20  # bytes of a file
+_DEEPEST_YAML = 20
 T = TypeVar("T")
 
 
@@ -65,6 +66,26 @@ def check_private(directory: Path) -> None:
         raise PermissionError(
             f"every user may replace the files in {directory}: chmod +t or o-w, or name another."
         )
+
+
+def check_yaml(text: str, most_aliases: int = 0) -> None:
+    """Refuse YAML that is nested too deeply, or whose aliases could stand for endless values.
+
+    Reads the events of the parser, before anything is built of them: the builders recurse, and the
+    C one ends the process. ValueError; ``yaml.YAMLError`` if it is no YAML. Needs PyYAML.
+    """
+    import yaml
+
+    depth = 0
+    aliases = 0
+    for event in yaml.parse(text):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        aliases += isinstance(event, yaml.AliasEvent)
+        if depth > _DEEPEST_YAML:
+            raise ValueError(f"nested more than {_DEEPEST_YAML} deep")
+        if aliases > most_aliases:
+            raise ValueError(f"more than {most_aliases} aliases")
 
 
 def decoded(text: str | bytes, kind: type[T], title: str) -> T:

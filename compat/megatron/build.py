@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 from compat.megatron import calls, communicators
 from compat.megatron import helpers as group_helpers
 from compat.megatron.hosts import tell_host
-from compat.megatron.request import CREATORS, Request, in_words, replaced_functions
+from compat.megatron.request import Request, creates, in_words, replaced_functions
 from compat.megatron.rows import PlannedRow, PlannedRows, aliases, rows_of
 from compat.megatron.table import AT_HAND, ROWS, Row, slots
 from hypergrid.groups.grid import BASE, HyperCommGrid
@@ -47,20 +48,25 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
         with request.telling_others():  # their errors must be raised before a group exists
             pg_options = options_of_rows(planned_rows)
     prepare_environment(request)
+    if request.pretended_world is not None:
+        _warn_of_pretended_ranks(request.pretended_world)
     if dist.get_rank() not in planned_rows.participants:
         return _grid_over(planned_rows, values)
     owner = f"ParallelState over {request.decoder!r}"
     if request.helpers:
         owner += f", with {in_words(request.helpers)} replaced"
     pool = GroupPool(request.policy, owner)
-    commit = pool.two_phase_commit(
-        planned_rows.participants,
-        planned_rows.proposal(),
-        request.timeout,
-        request.init_count,
-        one_device=not request.calls_helpers,
-        call="initialize_model_parallel",
-    )
+    # The ranks of a pretended world are not there to agree.
+    commit: AbstractContextManager[None] = nullcontext()
+    if request.pretended_world is None:
+        commit = pool.two_phase_commit(
+            planned_rows.participants,
+            planned_rows.proposal(),
+            request.timeout,
+            request.init_count,
+            one_device=not request.calls_helpers,
+            call="initialize_model_parallel",
+        )
     try:
         with commit:
             _check_window(planned_rows, pool.agreement)
@@ -165,6 +171,15 @@ def _create(
                 values[AT_HAND[planned.slot]] = (values[planned.slot], *place_and_size)
 
 
+def _warn_of_pretended_ranks(count: int) -> None:
+    warnings.warn(
+        f"outside code has replaced functions of torch.distributed and says that there are "
+        f"{count} ranks, which are not there: groups are created as megatron-core does, without an "
+        f"agreement of the ranks.",
+        stacklevel=6,
+    )
+
+
 def _grid_over(
     planned_rows: PlannedRows, values: Values, pool: GroupPool | None = None
 ) -> HyperCommGrid:
@@ -239,7 +254,7 @@ def build_extra(
         pg_options = options_for(row.options, configs)
         return {"timeout": timeout, "pg_options": pg_options, "group_desc": row.label}
 
-    if helpers.keys().isdisjoint(CREATORS):
+    if not creates(helpers):
         ranks_by_name = {name: tuple(request.layouts[row.grid].group(rank, row.dims))}
         (created,) = pool.make(name, ranks_by_name, lists, dims=dims, **arguments())
         note(created)
@@ -247,7 +262,7 @@ def build_extra(
     through = calls.Calls(planned_rows, helpers, rank, name, pool.agreement.epoch)
     own_group = None
     for ranks in lists():
-        group = through.create(ranks, arguments)
+        group = through.create(name, ranks, arguments)
         if rank in ranks:
             pool.adopt(name, ranks, group, dims)
             own_group = group
@@ -280,7 +295,9 @@ def _hold_instances(planned_rows: PlannedRows, grid: HyperCommGrid, values: Valu
     layout = planned_rows.request.decoder
     count = planned_rows.request.num_distributed_optimizer_instances
     cp_is_within = layout.dim_size("cp") == 1 or layout.stride("cp") < layout.stride("dp")
-    if count == 1 or layout.dim_size("dp") % count or not cp_is_within:
+    # The groups of a pretended world are nobody's.
+    is_pretended = planned_rows.request.pretended_world is not None
+    if is_pretended or count == 1 or layout.dim_size("dp") % count or not cp_is_within:
         return
     parts = {"dp_intra": layout.dim_size("dp") // count, "dp_inter": count}
     instances = layout.split("dp", parts)

@@ -9,7 +9,7 @@ from itertools import count, groupby
 from typing import Any
 
 from compat.megatron import communicators, helpers
-from compat.megatron.request import LEVELS, Request
+from compat.megatron.request import LEVELS, Request, members_only
 from compat.megatron.rows import (
     PlannedRow,
     PlannedRows,
@@ -57,21 +57,33 @@ class Calls:
     )
     numbers: Iterator[int] = field(default_factory=count)
 
-    def create(self, members: Sequence[int], arguments: Callable[[], dict[str, Any]]) -> Any:
+    @property
+    def members_only(self) -> bool:
+        """Whether only the members of a group make its call."""
+        return members_only(self.replaced)
+
+    def create(
+        self, label: str, members: Sequence[int], arguments: Callable[[], dict[str, Any]]
+    ) -> Any:
         """Call ``create_group``, with ``arguments`` made for each call, as upstream does."""
-        with self._named():
+        if self.members_only and self.rank not in members:
+            return None
+        with self._named(label, members):
             return self._helper("create_group")(members, **arguments())
 
     def _helper(self, name: str) -> Callable[..., Any]:
         return self.replaced.get(name) or getattr(helpers, name)  # type: ignore[no-any-return]
 
-    def _named(self) -> AbstractContextManager[None]:
+    def _named(self, label: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        if self.members_only:  # the others do not count this call
+            return creation.named_from(label, ranks, self.epoch)
         return creation.named_from(f"{self.purpose}, {next(self.numbers)}", (), self.epoch)
 
     def groups(self) -> Iterator[Created]:
         """Every group that this rank is in, in upstream's order.
 
-        *Collective* over all ranks that initialise.
+        *Collective* over all ranks that initialise; over the members of each group where the
+        helpers were declared with ``compat.members_only``.
         """
         request = self.planned_rows.request
         for _, same_loop in groupby(rows_of(request), lambda row: (*origin(row), row.creator)):
@@ -99,6 +111,8 @@ class Calls:
         request = self.planned_rows.request
         # One of upstream's helpers creates all levels, or all sizes, from one list.
         several = [row for row in rows if row.levels or row.holds == "sizes"]
+        if self.members_only:
+            several = []
         single = [row for row in rows if row not in several and not row.chunk]
         # All groups first, then their twins.
         for planned in sorted(self._planned(single), key=lambda planned: planned.is_twin):
@@ -113,7 +127,7 @@ class Calls:
                         yield self._create(planned, members)
         if several:
             with self.around(self._planned(several)):
-                with self._named():
+                with self._named(f"{several[0].label}#", ranks):
                     created = self._create_several(several, ranks)
                 for planned, group in created:
                     cuts = cut(request, planned, number, ranks)
@@ -135,7 +149,7 @@ class Calls:
                 passed["pg_options"] = None
             return passed
 
-        return planned, members, self.create(members, arguments)
+        return planned, members, self.create(planned.plan_row.label, members, arguments)
 
     def _create_several(self, rows: list[Row], ranks: list[int]) -> list[tuple[PlannedRow, Any]]:
         """Call the helper that creates the groups of all sizes or levels at once."""

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
+from hypergrid.files import check_yaml
 from hypergrid.messages import install_command, shown
 
 Configs = dict[str, dict[str, Any]]
@@ -25,6 +27,10 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     _NETWORK: ("'IB' or 'Socket'", lambda value: isinstance(value, str)),
 }
 OPTIONS = tuple(_ALLOWED)
+
+# Limits against YAML bombs. There are about thirty groups of five options.
+_LONGEST = 1 << 20  # characters
+_MOST_ALIASES = 40
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Configs) -> Any:
@@ -149,8 +155,16 @@ def _read(path: str) -> Any:
             f"{install_command('megatron')}."
         ) from None
     try:
-        with open(path) as file:
-            return yaml.safe_load(file)
+        file = Path(path)
+        # A pipe would keep the reader waiting.
+        if file.exists() and not file.is_file():
+            raise OSError("not a regular file")
+        with file.open() as stream:
+            text = stream.read(_LONGEST + 1)
+        if len(text) > _LONGEST:
+            raise ValueError(f"longer than {_LONGEST} characters")
+        check_yaml(text, _MOST_ALIASES)
+        return yaml.safe_load(text)
     except Exception as error:
         kind: type[Exception] = ValueError
         if isinstance(error, FileNotFoundError):

@@ -25,6 +25,9 @@ def tell_host(request: Request) -> None:
 
     For a report, and for the warning below.
     """
+    # The ranks of a pretended world have no hosts, and perhaps no store.
+    if request.pretended_world is not None:
+        return
     store = shared_store()
     is_read = request.decoder.dim_size("tp") > 1 or reports()
     if store is not None and is_read:
@@ -56,7 +59,9 @@ def warn_of_tp_across_hosts(request: Request) -> None:
     the store answers for all of them in one message.
     """
     layout = request.decoder
-    if layout.dim_size("tp") == 1 or request.decides_ranks:
+    # Outside code may have decided the ranks, or pretend that they are there.
+    is_pretended = request.decides_ranks or request.pretended_world is not None
+    if layout.dim_size("tp") == 1 or is_pretended:
         return
     store: Any = shared_store()
     if store is None or not store.has_extended_api():  # it would answer once for each rank

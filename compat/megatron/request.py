@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -63,7 +64,6 @@ HELPERS = (
     "default_position_embedding_ranks",
     "_set_global_memory_buffer",
 )
-
 MEMBERS_ONLY = "__hypergrid_members_only__"  # as compat.members_only() sets it
 
 _namespace: Mapping[str, Any] = {}  # the globals of parallel_state
@@ -180,22 +180,10 @@ class Request:
             raise TypeError(" ".join(self._refusals.values()))
 
     def _check_torch(self) -> None:
-        if self.job_size is not None:  # of a job that is only planned
-            return
-        if not _dist().is_initialized():
+        if self.job_size is None and not _dist().is_initialized():
             raise AssertionError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() "
                 "before initialize_model_parallel()."
-            )
-        default_group = _dist().group.WORLD
-        ranks = default_group.size() if default_group else 0
-        # Outside code that decides which ranks are in a group may count more than there are.
-        if self.world > ranks and not self.decides_ranks:
-            raise RuntimeError(
-                f"torch.distributed.get_world_size(), which this process has replaced, says that "
-                f"there are {self.world} ranks, and the default group has {ranks}: groups of ranks "
-                f"that are not there cannot be created. To see what they would be, run `hypergrid "
-                f"plan --world-size {self.world}` with the job's sizes."
             )
 
     def _check_instances(self) -> None:
@@ -219,6 +207,7 @@ class Request:
     def _check_choices(self) -> None:
         """Refuse choices that do not work with the functions that were replaced: ValueError."""
         policy = self.policy
+        creators = [name for name in CREATORS if name in self.helpers]
         called = [name for name in (*CREATORS, "get_nccl_options") if name in self.helpers]
         if called and policy.share != "none":
             raise ValueError(
@@ -226,11 +215,13 @@ class Request:
                 f"{' and '.join(called)}, which must be called for every group. Do not set share, "
                 f"restore the functions, or declare a new_group with compat.members_only()."
             )
-        if self.calls_helpers and policy.creation not in ("auto", "everyone"):
+        needs_every_rank = bool(creators) and not members_only(self.helpers)
+        if needs_every_rank and policy.creation not in ("auto", "everyone"):
             raise ValueError(
                 f"creation={policy.creation!r} is not possible here: this process has replaced "
-                f"{in_words(self.helpers)}, and every rank calls such a function for every group. "
-                f"Use 'auto'."
+                f"{' and '.join(creators)}, which every rank calls for every group. Use 'auto', or "
+                f"declare them with compat.members_only(): then only the members of a group call "
+                f"them."
             )
 
     def _check_sharp(self) -> None:
@@ -303,12 +294,35 @@ class Request:
                 )
 
     @cached_property
+    def pretended_world(self) -> int | None:
+        """The ranks of a world that outside code only says is there; None in a real one.
+
+        Nobody is there to agree with.
+        """
+        from hypergrid.groups import creation  # here, for plans on machines without torch
+
+        # Where outside code decides the ranks too, it may count more than there are processes.
+        if self.decides_ranks:
+            return None
+        dist = _dist()
+        asking = (dist.get_rank, dist.get_world_size, dist.is_initialized)
+        if not any(map(creation.is_replaced, asking)) or not dist.is_initialized():
+            return None
+        default_group = dist.group.WORLD
+        size: int = dist.get_world_size()
+        if default_group is None or size > default_group.size():
+            return size
+        return None
+
+    @cached_property
     def calls_helpers(self) -> bool:
-        """Whether outside code takes part in creating groups."""
-        return not self.helpers.keys().isdisjoint(CREATORS)
+        """Whether outside code takes part in creating groups, or pretends that ranks are there."""
+        return self.pretended_world is not None or creates(self.helpers)
 
     def telling_others(self) -> AbstractContextManager[None]:
         """Tell the other ranks of the window when this one refuses, so that none waits for it."""
+        if self.pretended_world is not None:
+            return nullcontext()
         from hypergrid.agreement.commit import telling_others
 
         return telling_others(self._window, self.init_count)
@@ -500,7 +514,9 @@ class Request:
                 lists = generator.get_ranks(token)
             else:
                 lists = generator.get_ranks(token.replace("gtp_remat-", ""))
-            self._rank_lists[grid, token] = [list(map(operator.index, ranks)) for ranks in lists]
+            plain_lists = [list(map(operator.index, ranks)) for ranks in lists]
+            _warn_of_descending(plain_lists, token)
+            self._rank_lists[grid, token] = plain_lists
         return self._rank_lists[grid, token]
 
     @cached_property
@@ -589,6 +605,25 @@ def inject_gtp_remat_axis(order_str: str, after: str = "tp") -> str:
     return "-".join(tokens)
 
 
+_has_warned_of_descending = False
+
+
+def _warn_of_descending(lists: list[list[int]], token: str) -> None:
+    """Warn once of a generator whose groups are not in torch's order of ranks."""
+    global _has_warned_of_descending
+    unsorted = [ranks for ranks in lists if ranks != sorted(ranks)]
+    if unsorted and not _has_warned_of_descending:
+        _has_warned_of_descending = True
+        warnings.warn(
+            f"a RankGenerator of outside code gives ranks that do not ascend, such as "
+            f"{shown(unsorted[0])} over {token}. Torch sorts the ranks of each group: a rank's "
+            f"place in the group is another one than in this list, which functions such as "
+            f"get_data_parallel_src_rank() read. Let the generator give ascending ranks.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def watch(namespace: Mapping[str, Any]) -> None:
     """Look for replaced functions in ``namespace``, where those of now are the module's own."""
     global _namespace
@@ -614,6 +649,17 @@ def now(function: F) -> F:
     """The function that is called for ``function`` now: itself, or what has replaced it."""
     replacement: F = _namespace.get(function.__name__, function)
     return replacement
+
+
+def creates(helpers: Helpers) -> bool:
+    """Whether outside code takes part in creating groups."""
+    return not helpers.keys().isdisjoint(CREATORS)
+
+
+def members_only(helpers: Helpers) -> bool:
+    """Whether all functions that create groups were declared to need members only."""
+    creators = [helpers[name] for name in CREATORS if name in helpers]
+    return bool(creators) and all(hasattr(creator, MEMBERS_ONLY) for creator in creators)
 
 
 def in_words(helpers: Helpers) -> str:

@@ -30,6 +30,7 @@ from compat.megatron.request import (
     HELPERS,
     NEW_GROUP,
     Request,
+    creates,
     replaced_functions,
 )
 from compat.megatron.rows import PlannedRows
@@ -76,7 +77,7 @@ class Record:
             if name in loaded and getattr(stock, name, None) is not loaded[name]:
                 self.helpers[name] = getattr(stock, name)
                 self._signatures[name] = inspect.signature(loaded[name])
-        self._is_replaced = not self.helpers.keys().isdisjoint(CREATORS)
+        self._is_replaced = creates(self.helpers)
         # One for the same arguments: it runs for stock, and the plan gets what it answered.
         create = getattr(stock, "RankGenerator", None)
         self._generator = functools.cache(functools.partial(_generator, create))

@@ -77,6 +77,13 @@ def test_a_bad_configuration_file_is_refused_at_once(fake_world, tmp_path, conte
     assert not MARKER.exists()
 
 
+def test_a_pipe_as_a_configuration_file_is_refused_and_not_waited_for(fake_world, tmp_path):
+    fake_world(4)
+    with judging.limited(5):
+        text = refusal({"nccl_communicator_config_path": Value("pipe()").make(tmp_path)}, OSError)
+    assert "not a regular file" in text
+
+
 def test_options_without_an_nccl_in_torch_are_refused_in_a_sentence(fake_world, monkeypatch):
     fake_world(4)
     monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)

@@ -36,6 +36,14 @@ class Hang(BaseException):
     """Time is up. Nothing that catches Exception catches it."""
 
 
+def bomb(depth: int) -> str:
+    """Some hundred bytes of aliases that stand for ``9 ** depth`` merged keys."""
+    lines = ["a0: &a0 {max_ctas: 1}"]
+    for i in range(1, depth):
+        lines.append(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}")
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True)
 class Value:
     """A value as ``values.txt`` has it: in Python, so that every run makes it anew."""
@@ -52,9 +60,15 @@ class Value:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
             return str(path)
 
+        def pipe() -> str:
+            path = folder / "pipe"
+            if not path.exists():
+                os.mkfifo(path)
+            return str(path)
+
         names = {"np": np, "torch": torch, "inf": inf, "nan": nan, "ORDER": DEFAULT_ORDER}
-        names |= {"folder": folder, "Path": Path, "file": file}
-        names |= {"CODE": CODE}
+        names |= {"folder": folder, "Path": Path, "file": file, "pipe": pipe}
+        names |= {"CODE": CODE, "bomb": bomb}
         return eval(compile(self.text, __file__, "eval"), names)
 
     def __str__(self) -> str:

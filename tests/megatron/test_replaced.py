@@ -2,6 +2,7 @@
 
 import functools
 import json
+import warnings
 from contextlib import ExitStack
 from datetime import timedelta
 from unittest import mock
@@ -10,9 +11,13 @@ import pytest
 import torch.distributed as dist
 
 import hypergrid
+from compat import members_only
 from compat import parallel_state as ps
 from compat.report import report
+from tests.parity.comparing import compare
+from tests.parity.watching import watch
 from tests.support.forked import from_all, on_ranks, open_groups, total
+from tests.support.stock import load_stock
 
 SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -52,6 +57,21 @@ def test_a_replaced_create_group_makes_working_groups_that_close_with_the_others
     assert len(open_groups()) == 1
 
 
+@on_ranks(8)
+def test_one_that_needs_members_only_is_called_for_a_ranks_own_groups(rank):
+    original, calls = ps.create_group, []
+
+    @members_only
+    def create_group(ranks, **options):
+        calls.append(ranks)
+        return original(ranks, **options)
+
+    with mock.patch.object(ps, "create_group", create_group):
+        ps.initialize_model_parallel(**SIZES, num_distributed_optimizer_instances=2)
+    assert all(rank in ranks for ranks in calls)
+    assert len(calls) == len(names_of_working_groups())
+
+
 @pytest.mark.parametrize("policy", [{"share": "all"}, {"creation": "members"}])
 def test_what_cannot_be_had_with_a_replaced_function_is_refused_by_name(fake_world, policy):
     fake_world(4)
@@ -62,15 +82,68 @@ def test_what_cannot_be_had_with_a_replaced_function_is_refused_by_name(fake_wor
     assert not ps.is_initialized()
 
 
-@pytest.mark.parametrize("is_real", [True, False])
-def test_a_world_that_is_only_told_is_refused_with_the_way_to_plan_it(fake_world, is_real):
-    if is_real:
-        fake_world(1)
-    told = {"get_rank": 5, "get_world_size": 8, "is_initialized": True}
+class Pretended:
+    """A group of a world that is not there, as one of its ranks."""
+
+    def __init__(self, rank, ranks):
+        self.rank = lambda: list(ranks).index(rank)
+        self.size = lambda: len(ranks)
+
+
+def rehearsal(rank, world, warnings_of, client):
+    """Initialise twice where torch is replaced, so that it tells of a larger world."""
+    created = []
+
+    def new_group(ranks=None, group_desc=None, timeout=None, backend=None, **options):
+        created.append((group_desc, tuple(ranks), str(timeout), backend))
+        return Pretended(rank, ranks)
+
+    answers = {"get_rank": rank, "get_world_size": world, "is_initialized": True}
     with ExitStack() as patched:
-        for name, answer in told.items():
+        patched.enter_context(mock.patch.object(dist, "new_group", new_group))
+        for name, answer in answers.items():
             function = functools.partial(lambda answer, group=None: answer, answer)
             patched.enter_context(mock.patch.object(dist, name, function))
-        with pytest.raises(RuntimeError, match=r"8 ranks.*`hypergrid plan --world-size 8`"):
-            ps.initialize_model_parallel(2)
-    assert not ps.model_parallel_is_initialized()
+        for sizes in {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}, {}:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                client.module.initialize_model_parallel(
+                    2, **sizes, expert_model_parallel_size=2, create_gloo_process_groups=world == 16
+                )
+            warnings_of.setdefault(client.module, []).extend(caught)
+            yield str(sizes), created
+            client.module.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("real_ranks", [0, 1])
+def test_a_world_that_is_only_told_is_rehearsed_as_on_stock(real_ranks):
+    config = {"world_size": real_ranks, "environment": {}}
+    for rank, world in (5, 8), (11, 16):
+        warnings_of = {}
+        program = functools.partial(rehearsal, rank, world, warnings_of)
+        stock = watch(program, load_stock("0.16.1"), config, 0, "0.16.1")
+        ours = watch(program, ps, config, 0, "0.16.1")
+        assert stock["outcome"] == "ok"
+        assert compare(stock, ours, is_written_to=True) == []
+        (warning, *_) = warnings_of[ps]
+        assert f"says that there are {world} ranks" in str(warning.message)
+        assert warning.filename == __file__
+
+
+@on_ranks(4)
+def test_a_generator_whose_groups_descend_is_warned_of_once(rank):
+    class Descending(ps.RankGenerator):
+        def get_ranks(self, token):
+            return [ranks[::-1] for ranks in super().get_ranks(token)]
+
+    with (
+        mock.patch.object(ps, "RankGenerator", Descending),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ps.initialize_model_parallel(tensor_model_parallel_size=2)
+            ps.destroy_model_parallel()
+    told = [str(each.message) for each in caught if "do not ascend" in str(each.message)]
+    assert len(told) == 1
+    assert "such as [2, 0] over dp" in told[0]
