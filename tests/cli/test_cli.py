@@ -154,7 +154,7 @@ LEVELS = (
     ("flags", "panels"),
     [
         ("--world-size 64 --tp 4 --cp 2", "tp = 4, cp = 2, dp = 8"),
-        ("--world-size 1024 --tp 4 --pp 8 --ep 32", "tp = 4, dp and expert ep = 32, pp = 8"),
+        ("--world-size 1024 --tp 4 --pp 8 --ep 32", "tp = 4, dp = 32, pp = 8, expert ep = 32"),
         ("--world-size 1024 --tp 4 --pp 8 --ep 32 --by ep", "ep = 32"),
         (LEVELS, "tp = 4, cp = 8, dp = 2, cp0 = 2, cp1 = 4"),
     ],
