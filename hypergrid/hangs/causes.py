@@ -350,11 +350,7 @@ class Rules:
         return ""
 
     def _is_everyone_right(self) -> bool:
-        """Whether every other rank is known, and did what was due: none of them can be the cause.
-
-        A call that nobody else made may have ended the rank that is gone: gloo ends a rank that
-        receives too much. So one departure, of whichever rank, is enough for a doubt.
-        """
+        """Whether every other rank is known, and none of them can be the cause."""
         waiting = self.waiting
         if len(waiting.last_ones) > 1 or len(waiting.gone) > 1 or waiting.raised:
             return False
@@ -364,10 +360,28 @@ class Rules:
         # A rank that is in no recorded call may be in one that is not recorded.
         if self._hidden(recorded_ranks - waiting.of.keys()):
             return False
+        for wait in self._waits_for(waiting.gone):
+            if not self._is_usual(wait):
+                return False
         for rank in recorded_ranks:
             if not self._shows_its_stop(rank) or not self.history.is_confirmed(rank):
                 return False
-        return not any(self.history.departures(recorded_ranks))
+        for departure in self.history.departures(recorded_ranks):
+            # Where it did as always, and most ranks did otherwise, the others are suspects.
+            is_against_most = departure.before is False and departure.is_outvoted
+            if departure.before or is_against_most:
+                return False
+        return True
+
+    def _is_usual(self, wait: Wait) -> bool:
+        """Whether a call was made in earlier steps, or by most ranks of the job.
+
+        Another call may have ended the rank that is missed in it: gloo ends a rank that receives
+        too much.
+        """
+        makers = self.history.makers(wait.rank, wait.at)
+        is_of_most = 2 * makers > len(self.waiting.world)
+        return is_of_most or self.history.was_made_before(wait.rank, wait.at)
 
     def _shows_its_stop(self, rank: int) -> bool:
         """Whether the recorder still has the call that a rank is in, and not only later ones."""

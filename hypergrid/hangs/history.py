@@ -161,15 +161,18 @@ class History:
         """
         tokens = self._tokens[rank].tolist()
         pasts = self._pasts(rank)
-        precedents = self._precedents(rank)
         for at in range(len(tokens) // 2, len(tokens)):
-            precedent = precedents.get(at)
-            if precedent is not None and precedent.is_repeated:
+            if self.was_made_before(rank, at):
                 continue
             makers = self._followers_of(pasts[at]).get(tokens[at], ())
             if len(makers) < 2:
                 return False
         return bool(tokens)
+
+    def was_made_before(self, rank: int, at: int) -> bool:
+        """Whether a rank made a call in the same place of its usual course before."""
+        precedent = self._precedents(rank).get(at)
+        return precedent is not None and precedent.is_repeated
 
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""

@@ -54,6 +54,7 @@ def test_the_verdict_on_a_real_hang_is_right(recordings, fault):
     assert recording.world_size == 8 and not recording.problems
     diagnosis = diagnose(recording)
     assert (diagnosis.kind, diagnosis.ranks) == (kind, (rank,)), diagnosis.sentence
+    assert diagnosis.certain or fault in UNCONFIRMED, diagnosis.sentence
     assert rank in diagnosis.members
     members = ", ".join(map(str, diagnosis.members))
     assert group in ("any", f"{diagnosis.group} of {members}")
