@@ -83,7 +83,7 @@ class Reference:
     """
 
     def __init__(self, computed: Computed, repeated: Sequence[Computed]) -> None:
-        self.computed = computed
+        self.own_initial = computed.own_initial
         self.initial = whole_tensors(computed.initial)
         self.whole: dict[Kind, dict[str, torch.Tensor]] = {}
         # The size below which a tensor of this kind is nothing but rounding.
@@ -158,7 +158,7 @@ def findings(reference: Reference, ranks: Sequence[Computed]) -> list[Finding]:
     """
     differing = [
         *_initial_values_that_are_wrong(ranks),
-        *_spreads_that_differ(reference.computed, ranks),
+        *_spreads_that_differ(reference, ranks),
     ]
     for step in (1, 2):
         of_step = _of_step(step, reference, ranks)
@@ -235,10 +235,13 @@ def _with_several_values(
         yield Finding(quantity, name, tuple(sorted(rank_set)), 1.0, meaning=meaning)
 
 
-def _spreads_that_differ(alone: Computed, ranks: Sequence[Computed]) -> Iterator[Finding]:
+def _spreads_that_differ(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
     """Weights that the layout draws from a wider or narrower distribution than one rank does."""
-    right_sizes, _ = _whole_weights([alone])
-    sizes, numels = _whole_weights(ranks)
+    right_sizes, _ = _whole_weights(reference.own_initial)
+    weights = []
+    for computed in ranks:
+        weights.extend(computed.own_initial)
+    sizes, numels = _whole_weights(weights)
     for name, size in sizes.items():
         right_size = right_sizes[name]
         # Twice the relative error of a standard deviation of so many numbers from a bell curve.
@@ -249,11 +252,9 @@ def _spreads_that_differ(alone: Computed, ranks: Sequence[Computed]) -> Iterator
             yield Finding(_OWN, name, tuple(range(len(ranks))), 1.0, meaning=meaning)
 
 
-def _whole_weights(ranks: Sequence[Computed]) -> tuple[dict[str, float], Counter[str]]:
+def _whole_weights(weights: Sequence[Weight]) -> tuple[dict[str, float], Counter[str]]:
     """The norm of each whole weight that the job itself made, and how many numbers it has."""
-    parts: dict[Place, Weight] = {}
-    for computed in ranks:
-        parts |= {weight.place: weight for weight in computed.own_initial}
+    parts = {weight.place: weight for weight in weights}
     norms: dict[str, float] = {}
     numels = Counter[str]()
     for (name, _), weight in parts.items():

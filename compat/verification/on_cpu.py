@@ -184,7 +184,7 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int | None = None) 
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
-        **taken(get_gpt_decoder_block_spec, {"pp_rank": pp_rank}),
+        pp_rank=pp_rank,
     )
     block.layer_norm = _norm(config)
     # Equal layers have one specification in common.

@@ -284,8 +284,13 @@ class _Job:
         """The results of one rank, and the effect that rounding has on them."""
         if alone not in self._references:
             variants = [PLAIN, Variant(backwards=True, jitter=ULP), Variant(jitter=ULP)]
-            (computed,), *repeated = self._run(alone, variants)
-            self._references[alone] = Reference(computed, [other for (other,) in repeated])
+
+            # Compared in its process, which ends: three times all tensors would fill the memory.
+            def measured(_: int) -> Reference:
+                computed, *repeated = run_variants(self.task, alone, None, variants)
+                return Reference(computed, repeated)
+
+            (self._references[alone],) = on_ranks(1, measured, self.timeout)
         return self._references[alone]
 
     def _compared(self, layout: Layout) -> tuple[list[Computed], list[Finding]]:
@@ -393,8 +398,7 @@ class _Job:
         self, layout: Layout, variants: Sequence[Variant], timeout: float | None = None
     ) -> list[list[Computed]]:
         """The results of each rank, for each variant, from the initial weights of one rank."""
-        alone = layout.alone()
-        initial = None if layout == alone else self.reference(alone).initial
+        initial = self.reference(layout.alone()).initial
         by_rank = on_ranks(
             layout.world_size,
             lambda _: run_variants(self.task, layout, initial, variants),
