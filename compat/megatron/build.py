@@ -21,7 +21,6 @@ from compat.megatron.rows import PlannedRow, PlannedRows, aliases, rows_of
 from compat.megatron.table import AT_HAND, ROWS, Row, slots
 from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import RankLayout
 from hypergrid.policy import Agreement
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
@@ -164,15 +163,11 @@ def _grid_over(
     request = planned_rows.request
     # The other layouts are views; same pipelines share their groups.
     stride = request.decoder.stride("pp")
-    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
+    grid = HyperCommGrid.over(request.decoder)
     for name, layout in request.layouts.items():
-        if name == DECODER:
-            continue
-        shared_dims: tuple[str, ...] = ()
-        if layout.stride("pp") == stride:
-            shared_dims = ("pp",)
-        views[name] = (layout, shared_dims)
-    grid = HyperCommGrid.over(request.decoder, views)
+        if name != DECODER:
+            shared_dims = ["pp"] if layout.stride("pp") == stride else []
+            grid.register_view(name, layout.sizes, layout.dims, shared_dims)
     if pool is not None:
         grid.keep(pool)
         if not request.calls_helpers:

@@ -50,7 +50,6 @@ from hypergrid.agreement.store import (
     telling_of_a_lost_store,
 )
 from hypergrid.agreement.waits import (
-    Creation,
     Watch,
     beside,
     creations,
@@ -196,8 +195,7 @@ def all_or_none(
     watch = phase.watch
     watch.timeout = timeout
     watch.label = "its first group"
-    creation = Creation(phase.store, rank, watch)
-    creations.append(creation)
+    creations.append(watch)
     try:
         with beside(phase.look):
             try:
@@ -224,7 +222,7 @@ def all_or_none(
             raise CreationError(text) from error.__cause__
         raise
     finally:
-        creations.remove(creation)
+        creations.remove(watch)
     begin = time.monotonic()
     with telling_of_a_lost_store():
         if phase.arrive() == len(ranks) and phase.all_equal(0):

@@ -91,18 +91,15 @@ class HyperCommGrid:
     def over(
         cls,
         layout: RankLayout,
-        views: Mapping[str, tuple[RankLayout, Sequence[str]]] | None = None,
         backend: str | None = None,
         world_size: int | None = None,
     ) -> HyperCommGrid:
-        """A grid over ``layout``, with views given as layouts and the dims that they share.
+        """A grid over ``layout``.
 
         ``world_size`` is for a world that is neither torch's nor that of the environment.
         """
         grid = cls.__new__(cls)
         grid._start(layout, backend, world_size)
-        for name, (other, shared) in (views or {}).items():
-            grid.register_view(name, other.sizes, other.dims, shared)
         return grid
 
     @property
