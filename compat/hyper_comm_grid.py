@@ -16,18 +16,15 @@ from torch.distributed import ProcessGroup
 
 from compat.megatron.releases import RELEASE_HAS
 from hypergrid.groups import creation
-from hypergrid.groups.grid import BASE
+from hypergrid.groups.grid import BASE, Key
 from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
-from hypergrid.messages import Sentence
 
 # Names of stock's module that outside code reads and replaces.
 HAVE_ABSL = find_spec("absl") is not None
 HAVE_EINOPS = find_spec("einops") is not None
 logging = _logging.getLogger(__name__)
 _BASE_VIEW_NAME = BASE
-
-Key: TypeAlias = str | tuple[str, tuple[str, ...]]
 
 
 def _is_process_group_member(pg: object) -> bool:
@@ -61,21 +58,9 @@ class HyperCommGrid:
     ) -> None:
         _check_lengths(shape, dim_names)
         layout = RankLayout(tuple(dim_names), tuple(shape), rank_offset)
+        world_size = None
         if "WORLD_SIZE" in os.environ:
             world_size = int(os.environ["WORLD_SIZE"])
-        elif dist.is_initialized():
-            world_size = dist.get_world_size()
-        else:
-            raise RuntimeError(
-                "Cannot determine world size for the grid: set WORLD_SIZE, or initialise "
-                "torch.distributed first."
-            )
-        if layout.stop > world_size:
-            raise RuntimeError(
-                f"Grid shape {shape} is over sized: it needs {layout.size} ranks from rank "
-                f"{layout.offset} on, and the world has {world_size}. Reduce the shape or the "
-                f"offset, or start more ranks."
-            )
         self._hold(Core.over(layout, backend=backend, world_size=world_size))
         # As the caller gave them: lists stay lists.
         self.shape = shape[:]
@@ -154,13 +139,7 @@ class HyperCommGrid:
         if "backend" in kwargs:
             raise TypeError("create_pg() takes no backend: it is that of its grid, set there.")
         key, spec, ordered_dims = self._find(dims, view)
-        if key in self._pgs:
-            raise KeyError(
-                Sentence(
-                    f"Process group {dims}{_in_view(key)} has already been created, perhaps with "
-                    f"other options. Call get_pg() to get it."
-                )
-            )
+        self.core._check_is_new(key)
         ranks = self._enumerate(spec, ordered_dims)
         # Shared dims of a view are those of the grid itself.
         view_of_key = None if isinstance(key, str) else key[0]
@@ -174,16 +153,8 @@ class HyperCommGrid:
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*."""
-        key, _, ordered_dims = self._find(dims, view)
-        if key not in self._pgs:
-            raise KeyError(
-                Sentence(
-                    f"Process group for {'-'.join(ordered_dims)}{_in_view(key)} hasn't been "
-                    f"created: call create_pg() on every rank of the grid first. Existing: "
-                    f"{list(self._pgs)}."
-                )
-            )
-        return self._pgs[key]
+        key, _, _ = self._find(dims, view)
+        return self.core._created(key)
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
@@ -266,17 +237,8 @@ class HyperCommGrid:
         return names, "-".join(names)
 
     def _resolve_view(self, view: str | None) -> _RankViewSpec:
-        name = view
-        if name is None:
-            name = BASE
-        if name not in self._views:
-            raise KeyError(
-                Sentence(
-                    f"View {name!r} is not registered: call register_view() first. Known: "
-                    f"{list(self._views)}."
-                )
-            )
-        return self._views[name]
+        self.core._layout(view)  # refuses one that is not registered
+        return self._views[view or BASE]
 
     def _order_dims_for_view(self, view: _RankViewSpec, dims: Dims) -> tuple[list[str], str]:
         for dim in _listed(dims, view.dim_names):
@@ -327,9 +289,3 @@ def _listed(dims: Dims, dim_names: Sequence[str]) -> list[str]:
     if dims in dim_names:
         return [dims]
     return dims.split("-")
-
-
-def _in_view(key: Key) -> str:
-    if isinstance(key, str):
-        return ""
-    return f" for view {key[0]!r}"

@@ -222,7 +222,10 @@ class ParallelState:
                 self._grid = grid
                 self.is_destroyed = False
                 if grid.pool is None:
-                    values["_absence"] = self._outside_in_words(planned)
+                    values["_absence"] = (
+                        f"{self.name} has groups on ranks {span_of(planned.participants)} only, "
+                        f"and rank {dist.get_rank()} is not one of them."
+                    )
                 if becomes_current:
                     # Numbers that setters have written stay, as upstream's do.
                     self._put({slot: getattr(_current, slot) for slot in TAKEN_OVER})
@@ -241,13 +244,6 @@ class ParallelState:
                 raise
         if request.timeout_of_all is not None:
             of_torch.set_timeout(request.timeout_of_all)  # of the default group
-
-    def _outside_in_words(self, planned: PlannedRows) -> str:
-        window = span_of(planned.participants)
-        return (
-            f"{self.name} has groups on ranks {window} only, and rank {dist.get_rank()} is not one "
-            f"of them."
-        )
 
     def take_values(self, values: Values, request: Request) -> None:
         """Take over the values that were filled for a request, and those that follow from it."""

@@ -88,8 +88,3 @@ def few(ranks: Sequence[object]) -> str:
     if len(ranks) > 10:
         text += ", ..."
     return text
-
-
-def some_of(which: Sequence[int], ranks: Sequence[int]) -> str:
-    """How many of how many, and the first ten."""
-    return f"{len(which)} of {len(ranks)} ranks ({few(which)})"

@@ -22,7 +22,6 @@ from compat.megatron.rows import PlannedRow, PlannedRows, aliases, rows_of
 from compat.megatron.table import AT_HAND, ROWS, Row, slots
 from hypergrid.groups.grid import BASE, HyperCommGrid
 from hypergrid.groups.pool import GroupPool
-from hypergrid.layout import RankLayout
 from hypergrid.policy import Agreement
 
 DECODER = "decoder"  # the layout that is the grid's own; the others are its views
@@ -43,10 +42,8 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     ``values["_numbers"]`` the group's ``(1, 2)``: rank 3 is at place 1 of 2.
     """
     request = planned_rows.request
-    pg_options: list[Any] = [None] * len(planned_rows.rows)
-    if _takes_options(request):
-        with request.telling_others():  # their errors must be raised before a group exists
-            pg_options = options_of_rows(planned_rows)
+    with request.telling_others():  # their errors must be raised before a group exists
+        pg_options = options_of_rows(planned_rows)
     prepare_environment(request)
     if request.pretended_world is not None:
         _warn_of_pretended_ranks(request.pretended_world)
@@ -80,15 +77,9 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
         raise
 
 
-def _takes_options(request: Request) -> bool:
-    # Helpers ask for the options themselves.
-    has_options = request.nccl_configs or "get_nccl_options" in request.helpers
-    return bool(has_options) and not request.calls_helpers
-
-
 def options_of_rows(planned_rows: PlannedRows) -> list[Any]:
-    """The communicator options of each row."""
-    if not _takes_options(planned_rows.request):
+    """The communicator options of each row, but where replaced helpers ask for them themselves."""
+    if planned_rows.request.calls_helpers:
         return [None] * len(planned_rows.rows)
     return [_options(planned_rows, planned) for planned in planned_rows.rows]
 
@@ -187,15 +178,11 @@ def _grid_over(
     request = planned_rows.request
     # The other layouts are views; same pipelines share their groups.
     stride = request.decoder.stride("pp")
-    views: dict[str, tuple[RankLayout, tuple[str, ...]]] = {}
+    grid = HyperCommGrid.over(request.decoder)
     for name, layout in request.layouts.items():
-        if name == DECODER:
-            continue
-        shared_dims: tuple[str, ...] = ()
-        if layout.stride("pp") == stride:
-            shared_dims = ("pp",)
-        views[name] = (layout, shared_dims)
-    grid = HyperCommGrid.over(request.decoder, views)
+        if name != DECODER:
+            shared_dims = ["pp"] if layout.stride("pp") == stride else []
+            grid.register_view(name, layout.sizes, layout.dims, shared_dims)
     if pool is not None:
         grid.keep(pool)
         if not request.calls_helpers:

@@ -102,7 +102,8 @@ def put(values: Values) -> None:
 def free(values: Values, abort: bool) -> None:
     """Free all of what ``take`` gave. It may wait for other ranks, unless with ``abort``."""
     for cache, value in values.items():
-        for part in _parts(value):
+        parts = [*value.values()] if isinstance(value, dict) else [value]
+        for part in parts:
             _free(cache, part, abort)
     values.clear()
 
@@ -126,13 +127,6 @@ def free_over(groups: Sequence[ProcessGroup], kept: Iterable[Values], abort: boo
             holder, name = place
             clear = getattr(vars(holder)[name], "cache_clear", lambda: None)
             clear()
-
-
-def _parts(value: Any) -> list[Any]:
-    """The parts that a cache holds: the values of a dict, or itself."""
-    if isinstance(value, dict):
-        return [*value.values()]
-    return [value]
 
 
 def _groups_of(value: Any, depth: int = 4) -> Iterator[ProcessGroup]:

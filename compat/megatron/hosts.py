@@ -12,25 +12,19 @@ from typing import Any
 import torch.distributed as dist
 
 from compat.megatron.request import Request
-from hypergrid.agreement.store import get_all, shared_store
+from hypergrid.agreement.store import shared_store
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few, one_line
 from hypergrid.topology import Topology
 
-_MOST_HOSTS = 8  # hosts that a message names
-
 
 def tell_host(request: Request) -> None:
-    """Say in the store on which host this rank is, where that will be read. *Local*.
-
-    For a report, and for the warning below.
-    """
+    """Say in the store on which host this rank is, for the warning below. *Local*."""
     # The ranks of a pretended world have no hosts, and perhaps no store.
     if request.pretended_world is not None:
         return
     store = shared_store()
-    is_read = request.decoder.dim_size("tp") > 1 or reports()
-    if store is not None and is_read:
+    if store is not None and request.decoder.dim_size("tp") > 1:
         store.set(_host_key(dist.get_rank()), socket.gethostname())
 
 
@@ -41,15 +35,6 @@ def reports() -> bool:
 
 def _host_key(rank: int) -> str:
     return f"hypergrid/machine/{rank}"
-
-
-def hosts_of(ranks: Sequence[int]) -> list[str]:
-    """The host of each of ``ranks``; empty if one of them has not told its own. *Local*."""
-    keys = [_host_key(rank) for rank in ranks]
-    store = shared_store()
-    if store is None or not store.check(keys):
-        return []
-    return [one_line(value.decode()) for value in get_all(store, keys)]
 
 
 def warn_of_tp_across_hosts(request: Request) -> None:
@@ -64,10 +49,11 @@ def warn_of_tp_across_hosts(request: Request) -> None:
     if layout.dim_size("tp") == 1 or is_pretended:
         return
     store: Any = shared_store()
+    keys = [_host_key(rank) for rank in layout.ranks]
     if store is None or not store.has_extended_api():  # it would answer once for each rank
         return
-    hosts = hosts_of(range(layout.offset, layout.stop))
-    if hosts:
+    if store.check(keys):
+        hosts = [one_line(value.decode()) for value in store.multi_get(keys)]
         sentence = tp_across_hosts(layout, request.order, hosts)
         if sentence:
             warnings.warn(sentence, stacklevel=4)
@@ -90,7 +76,7 @@ def tp_across_hosts(layout: RankLayout, order: str, hosts: Sequence[str]) -> str
     tp_first = _with_tp_first(layout)
     other_dims = [dim for dim in order.split("-") if dim != "tp"]
     new_places = (
-        f"the ranks of each host next to each other, hosts in the order {_named(host_order)} "
+        f"the ranks of each host next to each other, hosts in the order {few(host_order)} "
         f"(srun --distribution=block, or arbitrary with that order in SLURM_HOSTFILE; a host file "
         f"with one line for each host; with Ray, ranks given to the bundles of the placement group "
         f"sorted by node)"
@@ -111,7 +97,7 @@ def tp_across_hosts(layout: RankLayout, order: str, hosts: Sequence[str]) -> str
     hosts_of_group = dict.fromkeys(hosts[rank - layout.offset] for rank in group)
     return (
         f"{len(crossing)} of {layout.size // tp_size} groups of tp span hosts (ranks {few(group)} "
-        f"are on {_named(list(hosts_of_group))}), though a host could hold such a group: every "
+        f"are on {few(list(hosts_of_group))}), though a host could hold such a group: every "
         f"layer waits for the network. {len(remaining) or 'None'} would with {way}."
     )
 
@@ -126,10 +112,3 @@ def _with_tp_first(layout: RankLayout) -> RankLayout:
     dims = ("tp", *(dim for dim in layout.dims if dim != "tp"))
     sizes = tuple(layout.size_of(dim) for dim in dims)
     return RankLayout(dims, sizes, offset=layout.offset)
-
-
-def _named(hosts: Sequence[str]) -> str:
-    text = ", ".join(hosts[:_MOST_HOSTS])
-    if len(hosts) > _MOST_HOSTS:
-        text += f" and {len(hosts) - _MOST_HOSTS} more"
-    return text

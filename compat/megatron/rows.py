@@ -149,8 +149,10 @@ def _options(request: Request, row: Row) -> tuple[tuple[str, Any], ...] | None:
 
 def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
     """The rows of the plan that a row of the table makes for a request."""
-    if row.check:
-        _CHECKS[row.check](request, row)
+    if row.holds == "sizes":
+        _check_even(request, row)
+    elif row.holds == "levels":
+        _check_levels(request, row)
     backend = None
     if row.backend:
         backend = getattr(request, row.backend)
@@ -306,12 +308,6 @@ def _check_levels(request: Request, row: Row) -> None:
         )
     if min(sizes) < 1:
         raise ValueError(f"{argument} must be at least 1 each.")
-
-
-_CHECKS: dict[str, Callable[[Request, Row], None]] = {
-    "even dp x cp": _check_even,
-    "levels": _check_levels,
-}
 
 
 def _listed(request: Request, planned: PlannedRow) -> PlannedRow:

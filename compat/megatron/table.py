@@ -29,7 +29,6 @@ class Row:
     # The row is made for requests of which this is true: "instances", "not gtp_axis".
     # The words are in ``rows._conditions``.
     when: str = ""
-    check: Literal["", "even dp x cp", "levels"] = ""  # see rows
     field: str = ""  # of ProcessGroupCollection
     ranks: str = ""  # private global with the group's ranks, where upstream keeps them
     desc: str = ""
@@ -115,11 +114,11 @@ ROWS: tuple[Row, ...] = (
         "gradients",                   "intra_dp_cp",     when="instances", field="intra_dp_cp",
         chunk="instance", gloo=True, sharp="dp", in_instances="dp_intra-cp"),
     Row("_HYBRID_DP_CP_GROUPS", "dp-cp",
-        "context",                     "dp_cp",           when="hybrid", check="even dp x cp",
+        "context",                     "dp_cp",           when="hybrid",
         holds="sizes", desc="HYBRID_DP_CP_GROUP_{}", torch_timeout=True,
         creator="create_hybrid_dp_cp_groups"),
     Row("_DYNAMIC_DP_CP_GROUPS", "dp-cp",
-        "context",                     "dp_cp",           when="dynamic", check="even dp x cp",
+        "context",                     "dp_cp",           when="dynamic",
         holds="sizes", desc="DYNAMIC_DP_CP_GROUP_{}", torch_timeout=True,
         barrier_with="_DATA_PARALLEL_GROUP_WITH_CP", creator="create_dynamic_dp_cp_groups",
         least="min_dynamic_context_parallel_size"),
@@ -134,7 +133,7 @@ ROWS: tuple[Row, ...] = (
         "context",                     "cp",              field="cp",
         ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
     Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "cp",
-        "context",                     "hcp",             when="hierarchical", check="levels",
+        "context",                     "hcp",             when="hierarchical",
         grid="decoder_cp_levels", loop="cp", levels="CONTEXT_PARALLEL_GROUP", holds="levels",
         field="hcp"),
     Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import hypergrid
 from compat.resiliency.replicas import NoReplicaError, active_processes
 from compat.resiliency.survivors import meet_survivors
-from hypergrid.groups import closing, gloo
+from hypergrid.groups import gloo
 from hypergrid.layout import RankLayout
 from hypergrid.messages import install_command
 
@@ -43,6 +43,7 @@ except ImportError as missing:
 
 __all__ = ["Abort", "Initialize", "RankLayout", "WholeReplicas"]
 
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _LIVES = "hypergrid/lives"  # in the store, then the iteration
 _PATIENCE = timedelta(seconds=60)  # for other processes
 
@@ -60,10 +61,14 @@ class Abort(_Abort):
     """
 
     def __init__(self) -> None:
-        reason = closing.unset().get(closing.WATCHDOG)
+        setting = os.environ.get(_WATCHDOG, "3")
         # Without a GPU there is no NCCL, and so no watchdog.
-        if reason is not None and torch.cuda.is_available():
-            text = f"{closing.WATCHDOG} is {reason}. Set it before the job starts."
+        if setting != "0" and torch.cuda.is_available():
+            text = (
+                f"{_WATCHDOG} is {setting}, not 0: NCCL's watchdog ends a process whose collective "
+                f"exceeds its timeout, also one that is being freed; torchrun sets 1. Set it "
+                f"before the job starts."
+            )
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def __call__(self, state: inprocess.FrozenState) -> inprocess.FrozenState:

@@ -50,7 +50,6 @@ from hypergrid.agreement.store import (
     telling_of_a_lost_store,
 )
 from hypergrid.agreement.waits import (
-    Creation,
     Watch,
     beside,
     creations,
@@ -59,7 +58,7 @@ from hypergrid.agreement.waits import (
 )
 from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.layout import span_of
-from hypergrid.messages import in_words, shortened
+from hypergrid.messages import few, in_words, shortened
 from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -130,7 +129,7 @@ def prepare(
     ------
     AgreementError
         On every rank, with the same text: proposals differ, a rank has refused its own
-        (``refuse``) or does not arrive within ``timeout``, the policy's way of creation is
+        (``telling_others``) or does not arrive within ``timeout``, the policy's way of creation is
         impossible, or windows overlap. Also on a lost store.
     """
     memory = _memory()
@@ -196,8 +195,7 @@ def all_or_none(
     watch = phase.watch
     watch.timeout = timeout
     watch.label = "its first group"
-    creation = Creation(phase.store, rank, watch)
-    creations.append(creation)
+    creations.append(watch)
     try:
         with beside(phase.look):
             try:
@@ -224,7 +222,7 @@ def all_or_none(
             raise CreationError(text) from error.__cause__
         raise
     finally:
-        creations.remove(creation)
+        creations.remove(watch)
     begin = time.monotonic()
     with telling_of_a_lost_store():
         if phase.arrive() == len(ranks) and phase.all_equal(0):
@@ -264,18 +262,31 @@ def _only_thread(ranks: Sequence[int]) -> Iterator[bool]:
         _tell_untold()
 
 
-def refuse(
-    ranks: Sequence[int],
-    error: BaseException,
+@contextmanager
+def telling_others(
+    ranks: Callable[[], Sequence[int]],
     life: int | None = None,
     patience: timedelta = timedelta(seconds=10),
-) -> None:
-    """Tell the other ranks that this one has refused its arguments, so that none waits for it.
+) -> Iterator[None]:
+    """Tell ``ranks()`` about an error inside, so that none waits for this rank.
 
     The others raise with this error's text once all have arrived. This rank waits for that
     ``patience`` at most, so that it is not a call ahead; and not at all while another of its
     threads creates groups.
     """
+    try:
+        yield
+    except AbortedError:
+        raise
+    except Exception as error:
+        with suppress(Exception):  # the refusal itself is what the caller must see
+            _refuse(ranks(), error, life, patience)
+        raise
+
+
+def _refuse(
+    ranks: Sequence[int], error: BaseException, life: int | None, patience: timedelta
+) -> None:
     if not dist.is_initialized() or dist.get_rank() not in ranks:
         return
     with _only_thread(ranks) as is_only:
@@ -288,23 +299,6 @@ def refuse(
         refused = _tell(shared_store(), ranks, error, life)
     if refused is not None:
         refused.wait(patience)
-
-
-@contextmanager
-def telling_others(
-    ranks: Callable[[], Sequence[int]],
-    life: int | None = None,
-    patience: timedelta = timedelta(seconds=10),
-) -> Iterator[None]:
-    """Tell ``ranks()`` about an error inside, by ``refuse``."""
-    try:
-        yield
-    except AbortedError:
-        raise
-    except Exception as error:
-        with suppress(Exception):  # the refusal itself is what the caller must see
-            refuse(ranks(), error, life, patience)
-        raise
 
 
 def _refuse_beside(ranks: Sequence[int], error: BaseException, life: int | None = None) -> None:
@@ -477,8 +471,12 @@ class _Round:
             if not common or ranks == list(self.ranks):
                 continue
             overlaps = True
-            error = reports.overlap(common, self.span, span_of(ranks))
-            outcome = _as_error(error)
+            first, second = sorted([self.span, span_of(ranks)])
+            outcome = _as_error(
+                f"the windows {first} and {second} overlap: {len(common)} ranks ({few(common)}) "
+                f"are in both, and each would wait for them. Give all ranks of a window the same "
+                f"rank_offset and local_world_size."
+            )
             other = _Round(self.store, ranks, self.memory)
             if other.window_store.add("round", 0) == number:  # it waits; else it has its groups
                 other._phase(number).publish(outcome, early=True)

@@ -7,18 +7,15 @@ phase: its keys are there alone.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import append, forget, forget_lines, lines
 from hypergrid.agreement.waits import PLACES, WAITING
-from hypergrid.messages import few, one_line, shown_apart, some_of
+from hypergrid.messages import few, shown_apart
 
 _KEYS = (
     "arrived",
@@ -36,8 +33,8 @@ _KEYS = (
 
 
 def answer(store: Store, rank: int) -> None:
-    """Report that this rank is there, and on which host."""
-    append(store, "present", f"{rank} {one_line(socket.gethostname())}")
+    """Report that this rank is there."""
+    append(store, "present", str(rank))
 
 
 def wait_for_answers(store: Store, expected: int, patience: float) -> None:
@@ -53,37 +50,12 @@ def wait_for_answers(store: Store, expected: int, patience: float) -> None:
 
 
 def missing(store: Store, ranks: Sequence[int]) -> str:
-    """In words, which of ``ranks`` did not answer, and where they are."""
-    present = set()
-    host_of = {}  # by the first rank of each host
-    for line in lines(store, "present"):
-        # Such as "12 node-3". A host's name may be empty, or have spaces.
-        number, _, host = line.partition(" ")
-        present.add(int(number))
-        first_rank = _first_on_host(int(number))
-        host_of[first_rank] = host
+    """In words, which of ``ranks`` did not answer."""
+    present = set(map(int, lines(store, "present")))
     absent = [rank for rank in ranks if rank not in present]
     if not absent:
         return f"one of {len(ranks)} ranks, which has arrived since,"
-    hosts: list[str] = []
-    for absent_rank in absent[:10]:
-        # Empty where no rank of that host has answered.
-        host = host_of.get(_first_on_host(absent_rank), "")
-        if host and host not in hosts:
-            hosts.append(host)
-    text = few(absent)
-    if hosts:
-        text += f" on {', '.join(hosts)}"
-    return f"{len(absent)} of {len(ranks)} ranks ({text})"
-
-
-def _first_on_host(rank: int) -> int:
-    """The first of the ranks that probably run on the host of ``rank``."""
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local_size.isdecimal() or len(local_size) > 9 or int(local_size) == 0:
-        return rank
-    # Launchers number hosts one by one: with 8 ranks on each, rank 13 is on the host of rank 8.
-    return rank - rank % int(local_size)
+    return f"{len(absent)} of {len(ranks)} ranks ({few(absent)})"
 
 
 class Entry(NamedTuple):
@@ -146,17 +118,6 @@ def difference(reported: Sequence[Entry], span: str) -> str:
     return (
         f"ranks {span} were asked for different groups: {'; '.join(fields.values())}. "
         f"Start all of them with the same arguments. No group was created."
-    )
-
-
-def overlap(common: Sequence[int], *spans: str) -> str:
-    """In words: windows of these spans have the ranks in ``common``."""
-    first, second = sorted(spans)
-    world = range(dist.get_world_size())
-    return (
-        f"the windows {first} and {second} overlap: {some_of(common, world)} are in both, and each "
-        f"would wait for them. Give all ranks of a window the same rank_offset and "
-        f"local_world_size."
     )
 
 

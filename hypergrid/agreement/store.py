@@ -175,14 +175,6 @@ def first_value(store: Store, key: str, value: str) -> str:
     return current.decode()
 
 
-def get_all(store: Any, keys: list[str]) -> list[bytes]:
-    """The values of several keys that are there, in one message where the store can."""
-    if not store.has_extended_api():
-        return [store.get(key) for key in keys]
-    values: list[bytes] = store.multi_get(keys)
-    return values
-
-
 def append(store: Any, key: str, line: str) -> None:
     """Add a line to the text of a key, which any number of ranks do at the same time."""
     if store.has_extended_api():

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -103,6 +102,8 @@ class Watch:
         How long this rank will wait; None without a limit.
     label : str
         Of the groups that this rank creates at the moment; "" where it has arrived.
+    is_known_to_wait : bool
+        Whether this rank has told the others that it waits for addresses of theirs.
     ended : list of int
         Ranks that cannot arrive, as their connections to the store are closed.
     """
@@ -117,9 +118,9 @@ class Watch:
         done: str = "are here",
         all_connected: bool = False,
     ) -> None:
-        self._store = store
+        self.store = store
         self._ranks = ranks
-        self._rank = rank
+        self.rank = rank
         self._call = call
         self._arrived = arrived
         self._done = done
@@ -127,6 +128,7 @@ class Watch:
         self._begin = time.monotonic()
         self.timeout: timedelta | None = None
         self.label = ""
+        self.is_known_to_wait = False
         self._written_label: str | None = None  # nothing yet
         # The lower a rank the earlier it claims to speak: the others see it then.
         position = ranks.index(rank) / len(ranks)
@@ -147,14 +149,14 @@ class Watch:
 
     def look(self) -> str | None:
         """The outcome, if there is one. In the first seconds that is a single call to the store."""
-        word = peek(self._store, _WORD)
+        word = peek(self.store, _WORD)
         outcome = _outcome_of(word)
         if outcome is not None:
             return outcome
         label = self.label
         if self.waited >= _WRITES_AFTER and label != self._written_label:
             self._written_label = label
-            _write_place(self._store, self._rank, label)
+            _write_place(self.store, self.rank, label)
         if self.waited >= self._claims_after and self._speaks(word):
             if self.waited >= self._next_search:
                 self._next_search = self.waited + _SEARCH_PERIOD
@@ -178,26 +180,26 @@ class Watch:
         is_silent = time.monotonic() - self._word_is_from > _SILENCE
         if word and not is_silent:
             speaker = int(word.partition(".")[0])
-            if speaker <= self._rank:
-                return speaker == self._rank
+            if speaker <= self.rank:
+                return speaker == self.rank
         return self._sign(word)
 
     def _sign(self, word: str) -> bool:
         """Speak for all from now on, unless another rank has come before since ``word``."""
         self._signs += 1
-        sign = f"{self._rank}.{self._signs}"
+        sign = f"{self.rank}.{self._signs}"
         try:
-            current: bytes = self._store.compare_set(_WORD, word, sign)
+            current: bytes = self.store.compare_set(_WORD, word, sign)
         except (AttributeError, NotImplementedError, RuntimeError):
             return True  # a store in Python, where each rank speaks for itself
         return current.decode() == sign
 
     def _search(self) -> None:
         """Look for ranks whose connections to the store are closed."""
-        connections = at_the_store(self._store) if self._all_connected else None
+        connections = at_the_store(self.store) if self._all_connected else None
         if connections is None:
             return
-        place_of = _places(self._store)
+        place_of = _places(self.store)
         written = set[str]()
         closed = set()
         for rank, place in place_of.items():
@@ -223,9 +225,9 @@ class Watch:
         )
 
     def _text(self) -> str:
-        place_of = _places(self._store)
+        place_of = _places(self.store)
         arrived = self._arrived()
-        waited = f"rank {self._rank} has waited {self.waited:.0f} s"
+        waited = f"rank {self.rank} has waited {self.waited:.0f} s"
         if self.timeout is not None:
             waited += f" of {self.timeout.total_seconds():.0f} s"
         at_label: dict[str, list[int]] = {}
@@ -323,23 +325,13 @@ class ClosingWatch:
             watch.look()
 
 
-@dataclass
-class Creation:
-    """Phase 2 of what this process creates; ``store`` is for this phase alone."""
-
-    store: Store
-    rank: int
-    watch: Watch
-    is_known_to_wait: bool = False
-
-
-creations: list[Creation] = []  # the outermost first
+creations: list[Watch] = []  # those of phase 2 of what this process creates, the outermost first
 
 
 def at_label(label: str) -> None:
     """This process now creates the groups of ``label``."""
     if creations:
-        creations[-1].watch.label = label
+        creations[-1].label = label
 
 
 def another_rank_failed() -> bool:
@@ -349,12 +341,12 @@ def another_rank_failed() -> bool:
     """
     if not creations:
         return False
-    creation = creations[-1]
-    if not creation.is_known_to_wait:
-        creation.is_known_to_wait = True
-        append(creation.store, WAITING, str(creation.rank))
+    watch = creations[-1]
+    if not watch.is_known_to_wait:
+        watch.is_known_to_wait = True
+        append(watch.store, WAITING, str(watch.rank))
     # Before this rank has arrived, there is an outcome only after a failure.
-    return outcome_in(creation.store) is not None
+    return outcome_in(watch.store) is not None
 
 
 def let_waiting_ranks_fail_first(ranks: Collection[int], timeout: timedelta) -> None:

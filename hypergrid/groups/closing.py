@@ -22,22 +22,6 @@ from hypergrid.agreement.waits import ClosingWatch, beside
 from hypergrid.messages import in_words
 
 LIMIT = timedelta(seconds=30)  # that all aborts together may take
-WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# How torch's NCCL is to be set so that a rank can be freed: the value, torch's own, and why.
-SETTINGS = {
-    WATCHDOG: (
-        "0",
-        "3",
-        "NCCL's watchdog ends a process whose collective exceeds its timeout, also one that is "
-        "being freed; torchrun sets 1",
-    ),
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": (
-        "1",
-        "0",
-        "a rank that connects waits for a missing one without a limit, which no abort ends; with "
-        "1 for TORCH_NCCL_NONBLOCKING_TIMEOUT seconds",
-    ),
-}
 _log = logging.getLogger(__name__)
 _HOOK = int.from_bytes(b"hypergr", "big")  # torch keeps hooks by number
 _aborts: weakref.WeakKeyDictionary[ProcessGroup, _Abort] = weakref.WeakKeyDictionary()
@@ -76,16 +60,6 @@ def _inherit() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_inherit)
-
-
-def unset() -> dict[str, str]:
-    """The variables of ``SETTINGS`` that have other values: which, and what they do."""
-    differing = {}
-    for name, (value, usual, reason) in SETTINGS.items():
-        current = os.environ.get(name, usual)
-        if current != value:
-            differing[name] = f"{current}, not {value}: {reason}"
-    return differing
 
 
 def watch(group: Any) -> None:

@@ -74,8 +74,8 @@ class HyperCommGrid:
             world = world_size()
         if layout.stop > world:
             raise RuntimeError(
-                f"{layout} is oversized: it needs {layout.size} ranks from rank "
-                f"{layout.offset} on, and the world has {world}. Make the shape or the offset "
+                f"Grid shape {list(layout.sizes)} is over sized: it needs {layout.size} ranks from "
+                f"rank {layout.offset} on, and the world has {world}. Make the shape or the offset "
                 f"smaller, or start more ranks."
             )
         self.layout = layout
@@ -91,18 +91,15 @@ class HyperCommGrid:
     def over(
         cls,
         layout: RankLayout,
-        views: Mapping[str, tuple[RankLayout, Sequence[str]]] | None = None,
         backend: str | None = None,
         world_size: int | None = None,
     ) -> HyperCommGrid:
-        """A grid over ``layout``, with views given as layouts and the dims that they share.
+        """A grid over ``layout``.
 
         ``world_size`` is for a world that is neither torch's nor that of the environment.
         """
         grid = cls.__new__(cls)
         grid._start(layout, backend, world_size)
-        for name, (other, shared) in (views or {}).items():
-            grid.register_view(name, other.sizes, other.dims, shared)
         return grid
 
     @property
@@ -205,7 +202,7 @@ class HyperCommGrid:
         if name not in self._layouts:
             raise KeyError(
                 Sentence(
-                    f"there is no view {name!r}: call register_view() first. Known: "
+                    f"View {name!r} is not registered: call register_view() first. Known: "
                     f"{list(self._layouts)}."
                 )
             )
@@ -250,15 +247,8 @@ class HyperCommGrid:
             A dim that the view does not have.
         """
         key, layout, names = self._find(dims, view)
+        self._check_is_new(key)
         label = name_of(key)
-        if key in self._pgs:
-            raise KeyError(
-                Sentence(
-                    f"the groups over {label!r} have already been created: create_pg() does so "
-                    f"once, with one set of options. Call get_pg({_call(key)}) for the group of "
-                    f"this rank."
-                )
-            )
         options["backend"] = self.backend
         rank = dist.get_rank()
         ranks = self.participants()
@@ -341,10 +331,22 @@ class HyperCommGrid:
         KeyError if ``create_pg`` was not called for this combination, or there is no such view.
         """
         key, _, _ = self._find(dims, view)
+        return self._created(key)
+
+    def _check_is_new(self, key: Key) -> None:
+        if key in self._pgs:
+            raise KeyError(
+                Sentence(
+                    f"Process group {name_of(key)!r} has already been created, perhaps with other "
+                    f"options. Call get_pg({_call(key)}) for the group of this rank."
+                )
+            )
+
+    def _created(self, key: Key) -> ProcessGroup | None:
         if key not in self._pgs:
             raise KeyError(
                 Sentence(
-                    f"the groups over {name_of(key)!r} have not been created: call "
+                    f"Process group for {name_of(key)!r} hasn't been created: call "
                     f"create_pg({_call(key)}) on every rank of the grid first. Created so far: "
                     f"{sorted(self.groups) or 'none'}."
                 )
@@ -523,6 +525,6 @@ def world_size() -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     raise RuntimeError(
-        "the size of the world is not known: initialise torch.distributed, or set WORLD_SIZE to "
-        "lay out a grid without it."
+        "Cannot determine world size: initialise torch.distributed, or set WORLD_SIZE to lay out a "
+        "grid without it."
     )

@@ -453,7 +453,10 @@ class GroupPool:
         timeout = self._timeout
         with _reporting_failures(), creating(ranks, timeout) as store:
             with telling_others(lambda: ranks):
-                self._check_suspend()
+                if self.suspended is not None:
+                    raise RuntimeError(
+                        f"the groups of {self.owner} are suspended already: call resume() first."
+                    )
             proposal = {
                 "groups": ", ".join(self._labels),
                 "epoch": self.agreement.epoch,
@@ -476,12 +479,6 @@ class GroupPool:
                     self.resume()
                 raise
         return suspension.report
-
-    def _check_suspend(self) -> None:
-        if self.suspended is not None:
-            raise RuntimeError(
-                f"the groups of {self.owner} are suspended already: call resume() first."
-            )
 
     def resume(self) -> None:
         """Let suspended groups work again: the same objects.

@@ -64,7 +64,7 @@ def test_views_answer_as_upstreams_and_refuse_as_upstreams(case):
 
 def test_a_view_that_is_not_registered_is_refused_with_the_known_ones():
     grid = HyperCommGrid([2, 4], ["tp", "dp"])
-    with pytest.raises(KeyError, match=r"no view 'v'.*Known: \['base'\]"):
+    with pytest.raises(KeyError, match=r"View 'v' is not.*Known: \['base'\]"):
         grid.get_rank_enum("x", view="v")
 
 
