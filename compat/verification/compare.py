@@ -247,8 +247,10 @@ def _spreads_that_differ(reference: Reference, ranks: Sequence[Computed]) -> Ite
         # Twice the relative error of a standard deviation of so many numbers from a bell curve.
         error = 2 / numels[name] ** 0.5
         if abs(size - right_size) > _SPREAD * error * right_size:
-            factor = size / right_size
-            meaning = f"has {factor:.2g} times the standard deviation of one rank's"
+            meaning = "is not 0, as on one rank"
+            if right_size:
+                factor = size / right_size
+                meaning = f"has {factor:.2g} times the standard deviation of one rank's"
             yield Finding(_OWN, name, tuple(range(len(ranks))), 1.0, meaning=meaning)
 
 
