@@ -31,7 +31,7 @@ _RECOMPUTED = (1, "recomputed gradient")
 _MARGIN = 20  # times what rounding was seen to do
 _SMALL = 1e-6  # of the norm of all: what a tensor without a gradient is measured by
 _NOISE_FLOOR = 1e-3  # of a tensor's size: where more counts as rounding, nothing is verified
-_SPREAD = 4  # times the double error of a standard deviation: what chance does not do
+_SPREAD = 8  # times 1 / sqrt(n), as a standard deviation of n numbers errs: no chance does that
 _TINY = 1e-30  # instead of a size of 0
 _SAME_FACTOR = 1e-3  # how near two factors are that count as the same
 
@@ -244,13 +244,11 @@ def _spreads_that_differ(reference: Reference, ranks: Sequence[Computed]) -> Ite
     sizes, numels = _whole_weights(weights)
     for name, size in sizes.items():
         right_size = right_sizes[name]
-        # Twice the relative error of a standard deviation of so many numbers from a bell curve.
-        error = 2 / numels[name] ** 0.5
-        if abs(size - right_size) > _SPREAD * error * right_size:
+        error = _SPREAD / numels[name] ** 0.5
+        if abs(size - right_size) > error * right_size:
             meaning = "is not 0, as on one rank"
             if right_size:
-                factor = size / right_size
-                meaning = f"has {factor:.2g} times the standard deviation of one rank's"
+                meaning = f"has {size / right_size:.2g} times the standard deviation of one rank's"
             yield Finding(_OWN, name, tuple(range(len(ranks))), 1.0, meaning=meaning)
 
 

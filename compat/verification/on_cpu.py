@@ -178,12 +178,17 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int | None = None) 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     replace_parts()
-    options = {"normalization": config.normalization, "vp_stage": vp_stage, "pp_rank": pp_rank}
-    # Of the configuration from megatron-core 0.16 on; pp_rank is an argument from 0.15 on.
-    options["qk_l2_norm"] = getattr(config, "qk_l2_norm", False)
-    known = inspect.signature(get_gpt_decoder_block_spec).parameters
-    options = {name: value for name, value in options.items() if name in known}
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **options)
+    options = {
+        "normalization": config.normalization,
+        "qk_l2_norm": getattr(config, "qk_l2_norm", False),  # from megatron-core 0.16 on
+        "vp_stage": vp_stage,
+        "pp_rank": pp_rank,
+    }
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        **taken(get_gpt_decoder_block_spec, options),
+    )
     block.layer_norm = _norm(config)
     # Equal layers have one specification in common.
     layers = {id(layer): layer for layer in block.layer_specs}
