@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.text import Text
 
 from compat.audit.recordings import read as read_reads
 from compat.cli import asking, prints
-from compat.cli.command import Json, app, command
+from compat.cli.command import app, as_json_flag, launch_command, layout_command
 from compat.cli.launch import taken_apart
-from compat.cli.source import PlannedJob, Source, read, started
-from compat.planned.checks import Finding, by_severity, faults, findings, refusals, silent_losses
+from compat.cli.source import PlannedJob, read, started
+from compat.planned.checks import by_severity, faults, findings, refusals, silent_losses
 from compat.planned.job import JobError
 from compat.planned.layouts import (
     KNOWN_DIMS,
@@ -29,7 +29,6 @@ from compat.planned.layouts import (
     unknown_dims,
 )
 from compat.planned.orders import dp_across, ranked_orders
-from hypergrid import __version__
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
@@ -37,98 +36,66 @@ from hypergrid.show.diff import Dump, against_dump, difference
 
 __all__ = ["app"]
 _MOST_ORDERS = 10  # that are printed; --json has all
-_PRINTED = Path("-")  # a page that goes to standard output
 
 
-@app.callback(invoke_without_command=True)
-def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    """Options before the command."""
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@command()
-def plan(
-    subject: PlannedJob,
-    rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
-    with_all: Annotated[
-        bool, typer.Option("--all", help="Groups of one rank, and names with the same groups, too.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+@layout_command
+@click.option("--rank", type=int, help="Only the groups of this rank.")
+@click.option("--all", "with_all", is_flag=True, help="Groups of one rank, and equal ones, too.")
+@as_json_flag
+def plan(subject: PlannedJob, rank: int | None, with_all: bool, as_json: bool) -> None:
     """Print the groups that will be created: how many, how large, across how many hosts."""
     if rank is not None and rank not in subject.plan.window:
         first = subject.plan.window[0]
         last = subject.plan.window[-1]
         raise LayoutError(f"there is no rank {rank}: they go from {first} to {last}.")
     if as_json:
-        if rank is None:
-            prints.as_json(prints.as_data(subject))
-        else:
-            prints.as_json(prints.of_rank(subject, rank))
-        return
-    out = prints.head(subject)
-    if rank is not None:
-        prints.rank_and_groups(out, subject, rank, with_all)
+        data = prints.as_data(subject) if rank is None else prints.of_rank(subject, rank)
+        prints.as_json(data)
+    elif rank is None:
+        prints.groups(prints.head(subject), subject, with_all)
     else:
-        prints.groups(out, subject, with_all)
+        prints.rank_and_groups(prints.head(subject), subject, rank, with_all)
 
 
-@command()
+@layout_command
+@click.option("--by", help="The dim that colours show; tp if any.")
+@click.option("--view", help="Which layout: decoder or expert, or one of a saved plan.")
+@click.option("--hosts", help="Which hosts: 3, or 4-11.")
+@click.option("--html", help="Write one interactive page; - prints it.")
+@click.option("--png", type=Path, help="Write a picture.")
+@click.option("--svg", type=Path, help="Write a picture.")
 def show(
     subject: PlannedJob,
-    by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
-    view: Annotated[
-        str | None, typer.Option(help="Which layout: decoder or expert, or one of a saved plan.")
-    ] = None,
-    hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write one interactive page; - prints it.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    by: str | None,
+    view: str | None,
+    hosts: str | None,
+    html: str | None,
+    png: Path | None,
+    svg: Path | None,
 ) -> None:
     """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
-    shown = _layout_shown(subject, view, by)
-    for path in (png, svg):
-        if path is not None:
-            only = None if view is None and by is None else shown
-            with prints.working(f"Drawing {path}"):
-                _write_picture(subject, path, only, by)
-    if html is not None:
-        with prints.working(f"Writing {html}"):
-            _write_page(subject, html, shown, by)
-    written = [str(path) for path in (html, png, svg) if path not in (None, _PRINTED)]
-    if written:
-        # Behind a page on standard output nothing may follow.
-        typer.echo(printable(f"wrote {', '.join(written)}"), err=html == _PRINTED)
-    elif html is None:
-        _print_table(subject, shown, by, hosts)
-
-
-def _offered(subject: PlannedJob) -> list[str]:
-    """The layouts that users know, of those that this job has; the experts' if it has experts."""
     offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
     if not has_experts(subject.layouts):
         offered = [name for name in offered if name != "expert"]
-    return offered
-
-
-def _layout_shown(subject: PlannedJob, view: str | None, by: str | None) -> str:
-    """The layout of ``view``; else the first one in which the dim ``by`` is larger than 1.
-
-    Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
-    """
-    name = "decoder" if view is None else view
+    shown = view or "decoder"
     if view is None and by is not None:
-        larger = (other for other in _offered(subject) if subject.layouts[other].size_of(by) > 1)
-        name = next(larger, name)
-    if name not in subject.layouts:
-        raise LayoutError(f"there is no view {name!r}: there are {', '.join(subject.layouts)}.")
-    return name
+        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
+        larger = [name for name in offered if subject.layouts[name].size_of(by) > 1]
+        shown = (*larger, shown)[0]
+    if shown not in subject.layouts:
+        raise LayoutError(f"there is no view {shown!r}: there are {', '.join(subject.layouts)}.")
+    pictures = [path for path in (png, svg) if path is not None]
+    for path in pictures:
+        drawn = offered if view is None and by is None else [shown]
+        _write_picture(subject, path, drawn, by)
+    if html is not None:
+        _write_page(subject, html, shown, offered, by)
+    if html is None and not pictures:
+        _print_table(subject, shown, by, hosts)
+    for written in (*pictures, html):
+        if written not in (None, "-"):
+            # Behind a page on standard output nothing may follow.
+            click.echo(printable(f"wrote {written}"), err=html == "-")
 
 
 def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | None) -> None:
@@ -157,42 +124,41 @@ def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | No
     out.print(f"Ranks of one colour are one group over {by}; the last line numbers the groups.")
 
 
-def _write_picture(subject: PlannedJob, path: Path, only: str | None, by: str | None) -> None:
-    """Draw one layout, or all that are offered."""
+def _write_picture(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
+    """Draw these layouts."""
     from hypergrid.show.picture import picture
 
     plan = replace(subject.plan, layouts=subject.layouts)
-    names = _offered(subject) if only is None else [only]
-    picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
+    with prints.working(f"Drawing {path}"):
+        picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
 
 
-def _write_page(subject: PlannedJob, path: Path, first: str, by: str | None) -> None:
-    """Write the page of all layouts; it opens on the ``first``."""
+def _write_page(
+    subject: PlannedJob, path: str, first: str, offered: Sequence[str], by: str | None
+) -> None:
+    """Write the page of all layouts, which opens on the ``first``; ``-`` prints it."""
     from hypergrid.show.page import page
 
     if by is not None:
         subject.layouts[first].dim_size(by)  # refuses a dim that is not there
-    offered = _offered(subject)
     if "decoder" not in subject.plan.layouts:
         offered = list(subject.plan.layouts)
     names = [first, *(name for name in offered if name != first)]
-    text = page(subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by)
-    if path == _PRINTED:
-        typer.echo(text.encode(), nl=False)
+    with prints.working(f"Writing {path}"):
+        text = page(
+            subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by
+        )
+    if path == "-":
+        click.echo(text.encode(), nl=False)
     else:
-        path.write_text(text, "utf-8")
+        Path(path).write_text(text, "utf-8")
 
 
-@command()
-def check(
-    subject: PlannedJob,
-    suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RULE", help="A known finding, 'cp-before-tp'; repeatable."),
-    ] = None,
-    as_json: Json = False,
-) -> int:
+@layout_command
+@click.option("--suggest", is_flag=True, help="Rank all orders.")
+@click.option("--allow", multiple=True, metavar="RULE", help="A known finding; repeatable.")
+@as_json_flag
+def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: bool) -> int:
     """Check a layout: what Megatron refuses, which placements are expensive, which order avoids it.
 
     --suggest ranks all orders by how many hosts their groups touch.
@@ -209,57 +175,55 @@ def check(
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
     with prints.working("Ranking all orders"):
-        ranking = ranked_orders(subject.order, subject.layouts_in, places)
+        ranking = ranked_orders(subject.order, subject.layouts, places)
     requested = next(ranked for ranked in ranking if ranked.order == subject.order)
     better = []
     for ranked in ranking:
-        layouts = subject.layouts_in(ranked.order)
-        if layouts and ranked is not requested and ranked.numbers <= requested.numbers:
-            better.append((ranked.order, layouts))
-    results = findings(_faults_of(subject), subject.layouts, better)
-    if subject.job is not None:
-        results = by_severity([*refusals(subject.job), *silent_losses(subject.job), *results])
-    allowed = [finding for finding in results if finding.rule in (allow or ())]
-    results = [finding for finding in results if finding not in allowed]
-    status = int(any(finding.severity != "note" for finding in results))
-    if as_json:
-        data: dict[str, Any] = {}
-        data["findings"] = [asdict(finding) for finding in results]
-        data["allowed"] = [asdict(finding) for finding in allowed]
-        if suggest:
-            data["orders"] = [asdict(ranked) for ranked in ranking]
-        prints.as_json(data)
-        return status
-    out = prints.head(subject, [*results, *allowed])
-    prints.findings(out, results, allow or (), allowed)
-    if suggest:
-        out.print()
-        kind = "NVLink domains" if subject.domains else "hosts"
-        prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), kind)
-        inside = dp_across(ranking, requested, subject.layouts, subject.refusal_of, places, kind)
-        if inside:
-            out.print(inside)
-    return status
-
-
-def _faults_of(subject: PlannedJob) -> partial[Iterator[Finding]]:
-    return partial(
+        if ranked is not requested and ranked.numbers <= requested.numbers:
+            better.append(ranked)
+    settings = subject.job.settings if subject.job else {}
+    faults_of = partial(
         faults,
         hosts=subject.hosts,
         domains=subject.domains,
-        user_buffers=subject.job is not None and subject.job.user_buffers,
+        user_buffers="user_buffers" in settings,
     )
+    found = findings(faults_of, subject.layouts, better)
+    if subject.job is not None:
+        found = [*refusals(subject.job), *silent_losses(subject.job), *found]
+    found = by_severity(found)
+    allowed = [finding for finding in found if finding.rule in allow]
+    standing = [finding for finding in found if finding.rule not in allow]
+    status = int(any(finding.severity != "note" for finding in standing))
+    if as_json:
+        data: dict[str, Any] = {}
+        data["findings"] = [asdict(finding) for finding in standing]
+        data["allowed"] = [asdict(finding) for finding in allowed]
+        if suggest:
+            data["orders"] = [{"order": each.order, "hosts": each.hosts} for each in ranking]
+        prints.as_json(data)
+        return status
+    out = prints.head(subject, found)
+    prints.findings(out, standing, allowed, allow)
+    if suggest:
+        kind = "NVLink domains" if subject.domains else "hosts"
+        prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), kind)
+        across = dp_across(ranking, requested, kind)
+        if across:
+            out.print(across)
+    return status
 
 
-@command(ignore_unknown_options=True)  # sizes are one argument
-def diff(
-    before: Annotated[str, typer.Argument(help="A saved plan, or sizes: '--world-size 8 --tp 2'.")],
-    after: Annotated[
-        list[str], typer.Argument(help="Another one, or dumps of hypergrid.dump() of any ranks.")
-    ],
-    as_json: Json = False,
-) -> int:
+# Sizes are one argument, '--world-size 8 --tp 2'.
+@app.command(context_settings={"ignore_unknown_options": True})
+@click.argument("before")
+@click.argument("after", nargs=-1, required=True)
+@as_json_flag
+def diff(before: str, after: Sequence[str], as_json: bool) -> int:
     """Compare two layouts, or a plan and the live groups of a job.
+
+    BEFORE is a saved plan, or sizes: '--world-size 8 --tp 2'. AFTER is another one, or the dumps of
+    hypergrid.dump() of any ranks.
 
     Exit status 0 if nothing differs, 1 if something does.
     """
@@ -271,10 +235,9 @@ def diff(
             differences.extend(against_dump(planned.plan, dump))
         if as_json:
             prints.as_json({"differences": differences})
-        elif differences:
-            typer.echo(printable("\n".join(differences)))
         else:
-            typer.echo(f"{len(dumps)} dumps are as planned.")
+            found = "\n".join(differences) or f"{len(dumps)} dumps are as planned."
+            click.echo(printable(found))
         return int(bool(differences))
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")
@@ -284,43 +247,38 @@ def diff(
         prints.as_json(asdict(compared))
     else:
         prints.difference(prints.console(), compared)
-    return 0 if compared.is_empty else 1
+    return int(not compared.is_empty)
 
 
-@command()
-def diagnose(
-    directory: Annotated[Path, typer.Argument(help="Where the job left its flight recorders.")],
-    ask: Annotated[
-        bool, typer.Option("--ask", help="Have the ranks, on all hosts, write first.")
-    ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
-    as_json: Json = False,
-) -> int:
+@app.command()
+@click.argument("directory", type=Path)
+@click.option("--ask", is_flag=True, help="Have the ranks, on all hosts, write first.")
+@click.option("--html", type=Path, help="Write one interactive page.")
+@as_json_flag
+def diagnose(directory: Path, ask: bool, html: Path | None, as_json: bool) -> int:
     """Find the rank that everyone waits for in a job that hangs, from the files of its ranks.
 
-    With --ask the ranks of a running job, which record by hypergrid.record, write before the files
-    are read: within five seconds. A rank that does not is named after twenty.
+    DIRECTORY is where the job left its flight recorders. With --ask the ranks of a running job,
+    which record by hypergrid.record, write before the files are read: within five seconds. A rank
+    that does not is named after twenty.
 
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.hangs import reading, verdict
 
     if not directory.is_dir():
-        raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
+        raise JobError(f"there is no directory {directory}.")
     silent_ranks = asking.ask(directory) if ask else []
     with prints.progress("Reading") as progress:
         recordings = reading.read(directory, os.cpu_count() or 1, progress)
-    # Of a rank whose script has ended, nobody expects an answer.
-    silent_ranks = [
-        rank
-        for rank in silent_ranks
-        if rank not in recordings.ranks or not recordings.ranks[rank].ended
-    ]
+    for rank in list(silent_ranks):
+        # Of a rank whose script has ended, nobody expects an answer.
+        if rank in recordings.ranks and recordings.ranks[rank].ended:
+            silent_ranks.remove(rank)
     if silent_ranks:
-        ranks = f"ranks {few(silent_ranks)} were"
-        if len(silent_ranks) == 1:
-            ranks = f"rank {silent_ranks[0]} was"
-        recordings.problems.append(f"{ranks} asked and did not write.")
+        recordings.problems.append(
+            f"these ranks were asked and did not write: {few(silent_ranks)}."
+        )
     if not recordings.ranks:
         raise JobError(
             f"{directory} has no dump of a rank: trace_RANK, groups_RANK.json or stack_RANK.json. "
@@ -340,17 +298,16 @@ def diagnose(
         data = page_data(recordings, result)
         text = page(drawn, hosts_of(recordings, drawn), title, job=data)
         html.write_text(text, "utf-8")
-    return 0 if result.ok else 1
+    return int(not result.ok)
 
 
-@command()
-def audit(
-    directory: Annotated[Path, typer.Argument(help="Where the ranks left their recordings.")],
-    as_json: Json = False,
-) -> int:
+@app.command()
+@click.argument("directory", type=Path)
+@as_json_flag
+def audit(directory: Path, as_json: bool) -> int:
     """Count the reads of parallel_state, and name the code that reads the wrong state.
 
-    From what ranks left in the directory of HYPERGRID_AUDIT.
+    From what ranks left in DIRECTORY, that of HYPERGRID_AUDIT.
 
     Exit status 0 if nothing is wrong, 1 if a wrong state was read, 2 if there is nothing to read.
     """
@@ -362,30 +319,41 @@ def audit(
     return int(bool(recordings.problems))
 
 
-@command()
+@launch_command
+@click.option(
+    "--checkout",
+    required=True,
+    type=Path,
+    metavar="DIR",
+    help="A checkout of Megatron-LM: its parser runs.",
+)
+@click.option("--world-size", type=int, help="Ranks of the job, instead of the command's.")
+@click.option(
+    "--allow",
+    multiple=True,
+    metavar="PATTERN",
+    help="A known finding, 'gradient *.bias'; repeatable.",
+)
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="DIM",
+    help="A dim that keeps the job's size, 'tp'; repeatable.",
+)
+@click.option(
+    "--no-search",
+    is_flag=True,
+    help="Do not search for the smallest layout that differs, nor for lost results.",
+)
+@as_json_flag
 def verify(
-    source: Source | None,
-    checkout: Annotated[
-        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM: its parser runs.")
-    ],
-    world_size: Annotated[
-        int | None, typer.Option(help="Ranks of the job, instead of those of the command.")
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="A known finding, 'gradient *.bias'; repeatable."),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DIM", help="A dim that keeps the job's size, 'tp'; repeatable."),
-    ] = None,
-    search: Annotated[
-        bool,
-        typer.Option(
-            help="Search for the smallest layout that differs, or lost results that stay unseen."
-        ),
-    ] = True,
-    as_json: Json = False,
+    checkout: Path,
+    world_size: int | None,
+    allow: Sequence[str],
+    keep: Sequence[str],
+    no_search: bool,
+    as_json: bool,
+    **launch: Any,
 ) -> int:
     """Compare a training step in the layout of a launch with the same step on one rank.
 
@@ -395,58 +363,44 @@ def verify(
 
     Exit status 0 if nothing differs, 1 if something does, 2 if the layout cannot be verified.
     """
-    if source is None:
-        raise JobError(
-            "there is no command to verify: hypergrid verify --checkout DIR -- torchrun ..."
-        )
+    from compat.cli.machine import refuse_without_torch
+
+    statuses = []
     # Python would end with status 1, which says that something differs.
     try:
-        return _verified(source, checkout, world_size, allow or (), keep or (), search, as_json)
+        jobs = started(world_size=world_size, **launch)
+        refuse_without_torch()
+        from compat.verification.launch import verify_line
+
+        for job, command in jobs:
+            if not command.words:
+                raise JobError("there is no command: hypergrid verify --checkout DIR -- torchrun")
+            taken = taken_apart(command.words)
+            with prints.working("Training steps on one rank and in the layout"):
+                changed, report = verify_line(
+                    taken.script or "",
+                    taken.words,
+                    job.world_size,
+                    checkout,
+                    order=job.arguments.get("order"),
+                    allow=allow,
+                    keep=keep,
+                    smallest=not no_search,
+                    listen=lambda text: click.echo(printable(text), err=True),
+                )
+            if as_json:
+                prints.as_json({"changed": changed, **report.as_dict()})
+            else:
+                click.echo(printable("\n".join([*changed, str(report)])))
+            statuses.append(2 if report.refused else int(not report.agrees))
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise  # a file that cannot be read: the command's own sentence names it
         raise JobError(str(error) or type(error).__name__) from error
-
-
-def _verified(
-    source: Source,
-    checkout: Path,
-    world_size: int | None,
-    allow: Sequence[str],
-    keep: Sequence[str],
-    search: bool,
-    as_json: bool,
-) -> int:
-    from compat.cli.machine import refuse_without_torch
-
-    refuse_without_torch()
-    from compat.verification.launch import verify_line
-
-    statuses = []
-    for job, command_of_job in started(source, world_size=world_size):
-        order = job.arguments.get("order")
-        launch = taken_apart(command_of_job.words)
-        with prints.working("Training steps on one rank and in the layout"):
-            changed, report = verify_line(
-                launch.script or "",
-                launch.words,
-                job.world_size,
-                checkout,
-                order=order,
-                allow=allow,
-                keep=keep,
-                smallest=search,
-                listen=lambda text: typer.echo(printable(text), err=True),
-            )
-        if as_json:
-            prints.as_json({"changed": changed, **report.as_dict()})
-        else:
-            typer.echo(printable("\n".join([*changed, str(report)])))
-        statuses.append(2 if report.refused else int(not report.agrees))
     return max(statuses)
 
 
-@command()
+@app.command()
 def doctor() -> int:
     """Check this machine: versions, how groups would be created, whether the swap works.
 
@@ -482,7 +436,7 @@ def _numbers(text: str | None) -> list[int] | None:
     """The hosts of ``--hosts``: 4-6 are [4, 5, 6]."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6})?)?", text)
+    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", text)
     if match is None:
         raise JobError(f"--hosts {text} is neither a number nor a span such as 4-11.")
     first = int(match[1])

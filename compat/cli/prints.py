@@ -8,13 +8,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.padding import Padding
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +22,7 @@ from rich.text import Text
 from compat.audit.recordings import Audit
 from compat.cli.source import PlannedJob
 from compat.planned.checks import Finding
+from compat.planned.job import WITHOUT_EFFECT
 from compat.planned.layouts import SHARDS, has_experts
 from compat.planned.orders import RankedOrder
 from hypergrid.hangs.verdict import Diagnosis
@@ -55,7 +56,6 @@ def as_data(subject: PlannedJob) -> dict[str, Any]:
         data["megatron"] = subject.release.partition(" ")[0]
     counts = communicators(subject.plan)
     data["groups"] = [asdict(summary) for summary in summaries(subject.plan, subject.hosts)]
-    data["groups_of_a_rank"] = counts["none"]
     data["communicators_of_a_rank"] = counts
     data["communicators_of_one_rank"] = communicators(subject.plan, of_one_rank=True)
     return data
@@ -90,71 +90,54 @@ def head(subject: PlannedJob, found: Sequence[Finding] = ()) -> Console:
     """
     out = console()
     layouts = subject.layouts
-    ranks = layouts["decoder"].size
-    hosts = len(subject.hosts.names)
+    rank_count = _counted(layouts["decoder"].size, "rank")
+    host_count = _counted(len(subject.hosts.names), "host")
     sizes = sizes_in_words(layouts["decoder"])
-    rank_count = _counted(ranks, "rank")
-    host_count = _counted(hosts, "host")
     out.print(f"{rank_count} on {host_count} of {subject.ranks_per_host}: {sizes}")
     if subject.nvlink_domain is not None:
         # The last domain may have fewer hosts than the others.
         hosts_of_domain = Counter(subject.within.values())
-        smallest = min(hosts_of_domain.values())
-        largest = max(hosts_of_domain.values())
+        host_counts = hosts_of_domain.values()
         domains = _counted(len(hosts_of_domain), "NVLink domain")
-        out.print(f"{domains} of {span((smallest, largest))} hosts")
+        out.print(f"{domains} of {span((min(host_counts), max(host_counts)))} hosts")
     if has_experts(layouts):
         out.print(f"experts: {sizes_in_words(layouts['expert'])}")
-    _rests_on(out, subject, found)
-    return out
-
-
-def _counted(count: int, noun: str) -> str:
-    """``1 host``, ``2 hosts``."""
-    if count > 1:
-        noun += "s"
-    return f"{count} {noun}"
-
-
-def _rests_on(out: Console, subject: PlannedJob, found: Sequence[Finding]) -> None:
-    """The release, the flags of the launch line by how they were read, and the assumptions."""
-    # A flag changes no group, and Megatron refuses it all the same: its error says so.
-    refused = set[str]()
-    for finding in found:
-        if finding.severity == "error":
-            refused.update(_FLAG.findall(finding.what))
     if subject.release:
         out.print(f"for megatron-core {subject.release}", style="dim")
     if subject.job is not None:
-        for reading, read_flags in subject.job.flags.items():
-            flags = read_flags
-            if reading == "without effect":
-                flags = [flag for flag in read_flags if flag.partition(" ")[0] not in refused]
+        errors = " ".join(finding.what for finding in found if finding.severity == "error")
+        refused_flags = _FLAG.findall(errors)
+        for reading, flags in subject.job.flags.items():
+            # A flag changes no group, and Megatron refuses it all the same: its error says so.
+            if reading == WITHOUT_EFFECT:
+                flags = [flag for flag in flags if flag not in refused_flags]
             if flags:
                 out.print(one_line(f"{reading}: {', '.join(flags)}"), style="dim")
     for sentence in subject.assumed:
         out.print(f"assumed: {sentence}", style="dim")
     out.print()
+    return out
+
+
+def _counted(count: int, noun: str) -> str:
+    """``1 host``, ``2 hosts``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     """The names and their groups; ``with_all`` also those that say nothing new."""
-    rows = []
-    left_out = Counter[str]()
+    names = _Names(with_all, ("dims", ">ranks", ">groups", ">hosts", "name"))
     for summary in summaries(subject.plan, subject.hosts):
-        reason = _says_nothing_new(summary.size[1], summary.same_as)
-        if reason and not with_all:
-            left_out[reason] += 1
-            continue
-        label = Text(summary.label)
-        if summary.same_as:
-            label.append(f"\n  = {summary.same_as}", style="dim")
-        dims = dims_in_words(summary.dims, summary.pick, summary.size[1])
-        # A row of which a group touches several hosts is red.
-        hosts = red(span(summary.hosts), summary.crossing > 0)
-        rows.append((dims, span(summary.size), summary.groups, hosts, label))
-    table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
-    _print_left_out(out, left_out)
+        names.add(
+            summary.size[1],
+            summary.same_as,
+            dims_in_words(summary.dims, summary.pick, summary.size[1]),
+            span(summary.size),
+            summary.groups,
+            red(span(summary.hosts), summary.crossing > 0),
+            _name(summary.label, f"= {summary.same_as}" if summary.same_as else ""),
+        )
+    names.print(out)
     note = "\nhosts: how many one group touches."
     if with_all:
         note += " = NAME: same ranks and traffic, could share communicators."
@@ -171,77 +154,84 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     )
 
 
-def _says_nothing_new(size: int, same_as: str | None) -> str | None:
-    """Why a table leaves out a name whose largest group has this size; None if it does not."""
-    if size == 1:
-        return "groups of one rank"
-    if same_as is not None:
-        return "the ranks and the traffic of a name above"
-    return None
-
-
-def _print_left_out(out: Console, left_out: Counter[str]) -> None:
-    """How many names were left out, by reason."""
-    parts = [f"{_counted(count, 'name')} for {why}" for why, count in sorted(left_out.items())]
-    if parts:
-        out.print(f"\nLeft out: {', '.join(parts)}; --all prints them.")
-
-
 def rank_and_groups(out: Console, subject: PlannedJob, rank: int, with_all: bool) -> None:
     """One rank's coordinates and its groups; ``with_all`` also those that say nothing new."""
     data = of_rank(subject, rank)
-    host = data["host"]
     for name in SHARDS:
         if name in data["coordinates"]:
             coordinate = subject.plan.layouts[name].trimmed.coordinate(rank)
             numbers = [f"{dim}={number}" for dim, number in coordinate.items()]
-            place = ", ".join(numbers) or "alone"
-            out.print(f"rank {rank} on {host}, {name}: {place}")
-    if not data["groups"]:
-        out.print(f"rank {rank} on {host} is in no group.")
-        return
-    rows = []
-    left_out = Counter[str]()
+            out.print(f"rank {rank} on {data['host']}, {name}: {', '.join(numbers) or 'alone'}")
+    names = _Names(with_all, ("dims", ">ranks", ">hosts", "name, and the members"))
     shared = subject.plan.sharing(rank, Policy(share="all"))
-    for group, (*_, same_as) in zip(data["groups"], shared, strict=True):
-        ranks = group["ranks"]
-        reason = _says_nothing_new(len(ranks), same_as)
-        if reason and not with_all:
-            left_out[reason] += 1
-            continue
+    for group, (_, ranks, same_as) in zip(data["groups"], shared, strict=True):
         hosts = len(group["hosts"])
-        dims = dims_in_words(group["dims"], size=len(ranks))
-        label = Text(group["label"])
-        label.append(f"\n  {few(ranks)}", style="dim")
-        crossing = hosts > 1
-        rows.append((dims, len(ranks), red(hosts, crossing), label))
-    table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
-    _print_left_out(out, left_out)
+        names.add(
+            len(ranks),
+            same_as,
+            dims_in_words(group["dims"], size=len(ranks)),
+            len(ranks),
+            red(hosts, hosts > 1),
+            _name(group["label"], few(ranks)),
+        )
+    names.print(out)
+    if not data["groups"]:
+        out.print(f"rank {rank} on {data['host']} is in no group.")
+
+
+class _Names:
+    """A table of names, without those that say nothing new unless ``with_all``."""
+
+    def __init__(self, with_all: bool, columns: Sequence[str]) -> None:
+        self.with_all = with_all
+        self.columns = columns
+        self.rows: list[Sequence[object]] = []
+        self.left_out = Counter[str]()
+
+    def add(self, largest_size: int, same_as: str | None, *cells: object) -> None:
+        """Add a name, by the ranks of its largest group and the name that has the same groups."""
+        if largest_size == 1 and not self.with_all:
+            self.left_out["groups of one rank"] += 1
+        elif same_as is not None and not self.with_all:
+            self.left_out["the ranks and the traffic of a name above"] += 1
+        else:
+            self.rows.append(cells)
+
+    def print(self, out: Console) -> None:
+        """Print the table, and how many names it leaves out."""
+        table(out, self.columns, self.rows)
+        reasons = sorted(self.left_out.items())
+        parts = [f"{_counted(count, 'name')} for {reason}" for reason, count in reasons]
+        if parts:
+            out.print(f"\nLeft out: {', '.join(parts)}; --all prints them.")
+
+
+def _name(label: str, note: str) -> Text:
+    """A name, and what is said of it in a line below."""
+    text = Text(label)
+    return text.append(f"\n  {note}", style="dim") if note else text
 
 
 def findings(
     out: Console,
     standing: Sequence[Finding],
-    rules: Sequence[str] = (),
-    allowed: Sequence[Finding] = (),
+    allowed: Sequence[Finding],
+    rules: Sequence[str],
 ) -> None:
     """Each finding: the fact, its cost and what to do; then what ``--allow`` names by ``rules``."""
-    for number, finding in enumerate(standing):
-        if number:
-            out.print()
+    for finding in standing:
         title = Text(f"{finding.severity}: ", _COLOURS[finding.severity])
-        out.print(title.append(finding.rule))
+        out.print(title.append(finding.rule, "not bold default"))
         remedy = Text(f"-> {finding.remedy}", style="bold")
         for line in (Text(finding.what), Text(finding.cost), remedy):
             out.print(_indented(line))
+        out.print()
     if not standing:
-        out.print("No findings that are not allowed." if allowed else "No findings.")
-    allowed_rules = set[str]()
+        out.print("No findings that are not allowed.\n" if allowed else "No findings.\n")
     for finding in allowed:
-        allowed_rules.add(finding.rule)
-        out.print(f"\nallowed: {finding.rule}. {finding.what}")
-    for rule in sorted(set(rules) - allowed_rules):
-        out.print(f"\nallowed, and not found: {rule}")
+        out.print(f"allowed: {finding.rule}. {finding.what}")
+    for rule in sorted(set(rules) - {finding.rule for finding in allowed}):
+        out.print(f"allowed, and not found: {rule}")
 
 
 def orders(
@@ -252,20 +242,16 @@ def orders(
     places: str,
 ) -> None:
     """The ``best`` of ``count`` orders, and the requested one: how many ``places`` groups touch."""
-    rows = []
-    for ranked in best:
-        rows.append(("", *ranked.numbers, ranked.order))
+    rows = [("", *ranked.numbers, ranked.order) for ranked in best]
     rows.append(("yours", *requested.numbers, requested.order))
     out.print(f"How many {places} a group touches at most, the best order first:")
-    columns = [f">{kind}" for kind in requested.hosts]
-    table(out, ("", *columns, "order"), rows)
-    out.print()
+    table(out, ("", *(f">{kind}" for kind in requested.hosts), "order"), rows)
     if best[0].numbers == requested.numbers:
-        out.print(f"No order of {count} is better than yours.")
+        out.print(f"\nNo order of {count} is better than yours.")
     else:
         out.print(
-            f"To use the first of {count}: initialize_model_parallel(order={best[0].order!r}), or "
-            f"hypergrid-launch --order {best[0].order}."
+            f"\nTo use the first of {count}: initialize_model_parallel(order={best[0].order!r}), "
+            f"or hypergrid-launch --order {best[0].order}."
         )
 
 
@@ -279,28 +265,21 @@ def difference(out: Console, compared: Difference) -> None:
         out.print(
             f"{before} ranks become {after}; the {compared.common} that are in both are compared."
         )
-    if compared.moved:
-        moves = []
-        for move in compared.moved:
-            sizes = span(move.sizes, " -> ")
-            moves.append((move.layout, move.dim, sizes, move.ranks))
-        table(out, ("grid", "dim", ">size", ">ranks with another coordinate"), moves)
-        out.print()
-    if compared.regrouped:
-        changes = []
-        for change in compared.regrouped:
-            groups = span(change.groups, " -> ")
-            changes.append((groups, change.ranks, change.label))
-        table(out, (">groups", ">ranks with other members", "name"), changes)
-        out.print()
+    moves = []
+    for move in compared.moved:
+        moves.append((move.layout, move.dim, span(move.sizes, " -> "), move.ranks))
+    table(out, ("grid", "dim", ">size", ">ranks with another coordinate"), moves)
+    changes = []
+    for change in compared.regrouped:
+        changes.append((span(change.groups, " -> "), change.ranks, change.label))
+    table(out, (">groups", ">ranks with other members", "name"), changes)
     for shard in compared.resharded:
         dims = " x ".join(shard.dims)
         layers = "experts" if shard.layout == "expert" else "dense layers"
+        text = f"cut as before ({dims}), {shard.ranks} ranks hold another part."
         if shard.is_cut_anew:
             old_sizes, new_sizes = (" x ".join(map(str, sizes)) for sizes in shard.sizes)
             text = f"cut anew, {dims} from {old_sizes} to {new_sizes}: every rank's part changes."
-        else:
-            text = f"cut as before ({dims}), {shard.ranks} ranks hold another part."
         out.print(f"Weights of {layers}: {text}")
     if not compared.resharded:
         out.print("Weights: every rank keeps its part.")
@@ -310,13 +289,9 @@ def difference(out: Console, compared: Difference) -> None:
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, if that is a terminal: a function of what is done and of all."""
     # No thread may draw it: files are read by forked processes.
-    bar = Progress(
-        console=Console(stderr=True),
-        auto_refresh=False,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
+    errors = Console(stderr=True)
+    hidden = not sys.stderr.isatty()
+    with Progress(console=errors, auto_refresh=False, transient=True, disable=hidden) as bar:
         task = bar.add_task(title)
 
         def update(done: int, total: int) -> None:
@@ -327,22 +302,12 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
-@contextmanager
-def working(title: str) -> Iterator[None]:
+def working(title: str) -> AbstractContextManager[object]:
     """A line that moves on standard error, if that is a terminal, while what is inside takes long.
 
     A thread draws it: what is inside must not fork this process.
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    line = Progress(
-        *columns,
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with line:
-        line.add_task(title, total=None)
-        yield
+    return Console(stderr=True, force_terminal=sys.stderr.isatty()).status(title)
 
 
 def diagnosis(result: Diagnosis) -> None:
@@ -372,16 +337,13 @@ def audit(recordings: Audit) -> None:
     for file in recordings.files():
         names = [f"{name} {count:,}" for name, count in file.names.most_common(_MOST_NAMES)]
         if len(file.names) > _MOST_NAMES:
-            names.append(f"{len(file.names) - _MOST_NAMES} more")
+            names.append("...")
         rows.append((file.file, f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
     table(out, ("file", ">reads", ">sites", "of"), rows)
-    ranks = f"{len(recordings.ranks)} ranks"
-    # A rank that was restarted has recorded in several processes.
-    if recordings.processes != len(recordings.ranks):
-        ranks += f" in {recordings.processes} processes"
-    reads = f"{recordings.reads:,} reads by {len(recordings.sites)} sites"
-    releases = " and ".join(recordings.releases)
-    out.print(f"\n{reads}, on {ranks}, megatron-core {releases}.")
+    out.print(
+        f"{recordings.reads:,} reads by {len(recordings.sites)} sites, on {len(recordings.ranks)} "
+        f"ranks, megatron-core {' and '.join(recordings.releases)}."
+    )
     for sentence in recordings.unread:
         out.print(f"Not read: {sentence}", style="yellow", soft_wrap=True)
 

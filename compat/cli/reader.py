@@ -7,15 +7,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from compat.cli.line import LONGEST
 from compat.planned.flags import Flag, flags_of
-from compat.planned.job import PARALLEL, SIZES, JobError
+from compat.planned.job import (
+    NOT_READ,
+    PARALLEL,
+    SIZES,
+    STRAY,
+    USED,
+    WITHOUT_EFFECT,
+    WITHOUT_VALUE,
+    Job,
+    JobError,
+    of_settings,
+)
 from hypergrid.messages import shown
 
 OF_SCRIPT = {**flags_of("megatron"), **SIZES}
+READINGS = (USED, WITHOUT_EFFECT, NOT_READ, STRAY, WITHOUT_VALUE)
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
 # argparse and click take both forms, SLURM and MPI only their own.
 _TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
@@ -23,7 +36,7 @@ _TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
 _OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
 _MAY_HOLD_SIZES = re.compile(r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args")
-_FILE_OF_SIZES = re.compile(r".*\.(ya?ml|toml)")
+_HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|{'|'.join(PARALLEL)}")
 _DIM = r"(tp|pp|cp|ep|dp|etp|vp)p?"
 # --tp_size, --size-of-pp, --epParallel
 _SIZE_OF_DIM = re.compile(
@@ -32,6 +45,7 @@ _SIZE_OF_DIM = re.compile(
 RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
 # Of two short names each is soon like the other.
 _SHORTEST = 6  # letters
+_LONG_SIZES = [name for name in SIZES if len(name) >= _SHORTEST]
 _ALIKE = 0.9  # of 1: two edits of a name of 26 letters
 
 _UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
@@ -111,15 +125,12 @@ class Reader:
         self.overrides = overrides
         self.prefix = prefix
         self.settings: dict[str, Any] = dict(overrides)
-        self.flags: dict[str, list[str]] = {"used": [], "without effect": [], "not read": []}
-        self.assumed: tuple[str, ...] = ()
-        self.stray: list[tuple[str, str]] = []  # a flag that takes no value, and the word behind it
-        self.without_value: list[str] = []  # flags that take one
-        self._flag_before: str | None = None  # it takes no value
+        self.flags: dict[str, list[str]] = {reading: [] for reading in READINGS}
+        self._flag_before = ""  # it takes no value
         self._first_override: dict[str, str] = {}  # that holds a size, of each prefix
 
-    def finish(self) -> None:
-        """Refuse sizes of several models, of which only one can be the job."""
+    def finish(self) -> Job:
+        """The job that was read. Sizes of several models are refused: only one can be the job."""
         prefixes = list(self._first_override)
         if self.prefix is None and len(prefixes) > 1:
             overrides = " and ".join(self._first_override.values())
@@ -132,12 +143,15 @@ class Reader:
                 f"no override begins with {self.prefix}: sizes are those of "
                 f"{' and '.join(prefixes)}. Choose one of these by --prefix."
             )
+        job = of_settings(self.settings)
+        assumed = (_OF_OVERRIDES, *job.assumed) if prefixes else job.assumed
+        return replace(job, assumed=assumed, flags=self.flags)
 
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""
         flag, row, values = option
         flag_before = self._flag_before
-        self._flag_before = flag if row.values == "0" else None
+        self._flag_before = flag if row.values == "0" else ""
         if row is _UNLISTED:
             self._read_unlisted(option, flag_before)
             return
@@ -148,29 +162,28 @@ class Reader:
         if settings is self.settings and row.meaning in self.overrides:
             return
         text = " ".join(values)
-        if row.meaning == "refused" or (
-            row.meaning == "unless" and re.search(row.kind, text) is not None
-        ):
+        is_other_value = row.meaning == "unless" and re.search(row.kind, text) is not None
+        if row.meaning == "refused" or is_other_value:
             if settings is self.settings:
                 raise _may_hold_sizes(option)
             raise JobError(f"{flag} {text} is not read. {RANKS_BESIDE}")
         # A shell may have left it out: --load $CHECKPOINT.
         lacks_value = not values and row.values not in ("0", "?", "*")
         if row.meaning in ("", "unless"):
-            self.flags["without effect"].append(flag)
+            self.flags[WITHOUT_EFFECT].append(flag)
             if lacks_value and settings is self.settings:
-                self.without_value.append(flag)
+                self.flags[WITHOUT_VALUE].append(flag)
             return
         if lacks_value:
             raise JobError(f"{flag} has no value in the command. Write it behind the flag.")
         # The planned groups are the same, whatever the model is.
         if row.kind == "model":
-            self.flags["without effect"].append(flag)
+            self.flags[WITHOUT_EFFECT].append(flag)
             # Only `check` needs its number, and a shell may have left it empty.
             if re.fullmatch(r"\d{1,18}", text) is None:
                 return
         else:
-            self.flags["used"].append(f"{flag} {text}".strip())
+            self.flags[USED].append(f"{flag} {text}".strip())
         if row.values == "0":
             settings[row.meaning] = True
         elif row.kind in ("text", "layout"):
@@ -186,7 +199,7 @@ class Reader:
                 numbers.append(int(value))
             settings[row.meaning] = numbers if row.values == "+" else numbers[0]
 
-    def _read_unlisted(self, option: Option, flag_before: str | None) -> None:
+    def _read_unlisted(self, option: Option, flag_before: str) -> None:
         """A word or a flag of a script that its table does not have."""
         flag, _, values = option
         # It may take no values: --verbose model.tensor_model_parallel_size=4
@@ -199,15 +212,14 @@ class Reader:
                 f"{flag} is not a flag of Megatron, which has --{meant}. Write that if it is "
                 f"meant, or give the sizes instead of the command: --world-size 64 --tp 4."
             )
-        has_file = any(_FILE_OF_SIZES.fullmatch(value) for value in unread)
-        # model={tensor_model_parallel_size: 4}
-        has_sizes = any(name in value for value in unread for name in PARALLEL)
         name = flag or unread[0].rpartition("=")[0]
-        if has_file or has_sizes or _MAY_HOLD_SIZES.search(name):
+        # model={tensor_model_parallel_size: 4}, and files of sizes
+        has_sizes = any(map(_HOLDS_SIZES.search, unread))
+        if has_sizes or _MAY_HOLD_SIZES.search(name) or _SIZE_OF_DIM.search(name):
             raise _may_hold_sizes(option)
-        if not flag and flag_before is not None and "=" not in unread[0]:
-            self.stray.append((flag_before, unread[0]))
-        self.flags["not read"].append(flag or unread[0])
+        if flag_before and not flag and "=" not in unread[0]:
+            self.flags[STRAY].append(f"{shown(unread[0])} behind {flag_before}")
+        self.flags[NOT_READ].append(flag or unread[0])
 
     def _read_override(self, word: str) -> bool:
         """Read ``model.tensor_model_parallel_size=4``; False if it is no setting of a job."""
@@ -221,9 +233,8 @@ class Reader:
         if row.meaning in PARALLEL and row.meaning not in self.overrides:
             self._first_override.setdefault(prefix, word)
             if self.prefix not in (None, prefix):
-                self.flags["without effect"].append(f"{prefix}{name}")
+                self.flags[WITHOUT_EFFECT].append(f"{prefix}{name}")
                 return True
-            self.assumed = (_OF_OVERRIDES,)
         # Hydra's word for a value that is not given.
         if text not in ("null", "None"):
             self.read(Option(f"{prefix}{name}", row, [text]), self.settings)
@@ -233,24 +244,11 @@ class Reader:
 def _meant(flag: str) -> str:
     """The flag of Megatron that holds a size and is meant by one that no table has; "" if none."""
     name = flag.lstrip("-").replace("_", "-").lower()
-    if len(name) >= _SHORTEST:
-        # --tensor-model-par: Megatron's parser takes no beginning of a flag.
-        for size_flag in SIZES:
-            if size_flag.startswith(name):
-                return size_flag
-        # --tensor_model_parallel_size, which it does not take either, and two letters too few.
-        long_flags = [size_flag for size_flag in SIZES if len(size_flag) >= _SHORTEST]
-        for size_flag in get_close_matches(name, long_flags, 1, _ALIKE):
-            return size_flag
-    dim = _SIZE_OF_DIM.search(flag.lstrip("-"))
-    if dim is None:
-        return ""
-    short_flag = (dim[1] or dim[2]).lower()
-    if short_flag == "dp":
-        return "tensor-model-parallel-size and its like, from which dp follows"
-    # Of the names of a size the first is Megatron's.
-    meaning = SIZES[short_flag].meaning
-    return next(size_flag for size_flag, row in SIZES.items() if row.meaning == meaning)
+    # --tensor-model-par: Megatron's parser takes no beginning of a flag.
+    beginning = [size_flag for size_flag in _LONG_SIZES if size_flag.startswith(name)]
+    # --tensor_model_parallel_size, which it does not take either, and two letters too few.
+    alike = get_close_matches(name, _LONG_SIZES, 1, _ALIKE)
+    return (*beginning, *alike, "")[0] if len(name) >= _SHORTEST else ""
 
 
 def _may_hold_sizes(option: Option) -> JobError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 from compat.megatron import communicators
 from compat.megatron.rows import run_sizes
 from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
-from compat.planned.job import Job, JobError
+from compat.planned.job import STRAY, WITHOUT_VALUE, Job, JobError, layers_of
 from compat.planned.layouts import Layouts, groups_by_kind
-from hypergrid.messages import shown
+from compat.planned.orders import RankedOrder
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
@@ -51,23 +51,23 @@ class Finding:
 def findings(
     check: Callable[[Layouts], Iterable[Finding]],
     layouts: Layouts,
-    better: Iterable[tuple[str, Layouts]] = (),
+    better: Sequence[RankedOrder],
 ) -> list[Finding]:
-    """The findings of ``check`` in ``layouts``, one for each rule at most, the most severe first.
+    """The findings of ``check`` in ``layouts``, one for each rule at most.
 
-    ``better`` are other orders with their layouts, the best first. Where one of them avoids a
-    finding, the first such order is its remedy.
+    ``better`` are other orders, the best first. Where one of them avoids a finding, the first such
+    order is its remedy.
     """
     by_rule = {finding.rule: finding for finding in check(layouts)}
-    for order, other_layouts in better:
+    for ranked in better:
         if all(finding.order for finding in by_rule.values()):
             break
-        remaining_rules = {finding.rule for finding in check(other_layouts)}
+        remaining_rules = {finding.rule for finding in check(ranked.layouts)}
         for rule, finding in by_rule.items():
             if rule not in remaining_rules and finding.order is None:
-                remedy = f"order={order} avoids it."
-                by_rule[rule] = replace(finding, remedy=remedy, order=order)
-    return by_severity(by_rule.values())
+                remedy = f"order={ranked.order} avoids it."
+                by_rule[rule] = replace(finding, remedy=remedy, order=ranked.order)
+    return list(by_rule.values())
 
 
 def by_severity(unsorted: Iterable[Finding]) -> list[Finding]:
@@ -85,103 +85,77 @@ _OTHER_BATCHES = {"--rampup-batch-size", "--step-batch-size-schedule"}
 
 
 def refusals(job: Job) -> Iterator[Finding]:
-    """Findings: what Megatron's own checks of its arguments refuse, with their conditions."""
-
-    def size(name: str) -> int:
-        return job.arguments.get(f"{name}_parallel_size", 1)
-
-    model = job.model
-    flags: set[str] = set()
+    """Findings: what Megatron's parser, and its check of what it has parsed, refuse."""
+    flags = set[str]()
     for written in job.flags.values():
         # "--num-layers 32" is used with its value.
         flags.update(flag.partition(" ")[0] for flag in written)
-    yield from _refused_by_the_parser(job, flags)
-    yield from _indivisible(
-        "num-experts",
-        model.get("num-experts"),
-        "the expert-parallel size",
-        size("expert_model"),
-        "num_experts % expert_model_parallel_size == 0",
-    )
-    yield from _indivisible(
-        "num-attention-heads",
-        model.get("num-attention-heads"),
-        "the tensor-parallel size",
-        size("tensor_model"),
-        "num_attention_heads % tensor_model_parallel_size == 0",
-    )
-    stages = size("pipeline_model")
-    layers = model.get("num-layers", 0)
-    layers += model.get("with_embedding", 0) + model.get("with_loss", 0)
-    if layers and not flags & _UNEVEN:
-        yield from _indivisible(
-            "num-layers",
-            layers,
-            "the pipeline's stages",
-            stages * size("virtual_pipeline_model"),
-            "num_layers % (pipeline stages * virtual stages) == 0",
-        )
-    if not flags & _OTHER_BATCHES:
-        replicas = job.world_size // (size("tensor_model") * stages * size("context"))
-        yield from _indivisible(
-            "global-batch-size",
-            model.get("global-batch-size"),
-            "--micro-batch-size x the data-parallel size",
-            model.get("micro-batch-size", 1) * replicas,
-            "global_batch_size % (micro_batch_size * data_parallel_size) == 0",
-        )
-
-
-def _refused_by_the_parser(job: Job, flags: set[str]) -> Iterator[Finding]:
-    """Findings: what Megatron refuses of the flags themselves, before it looks at their values."""
-    for flag, word in job.stray:
-        yield Finding(
+    stray_words = job.flags.get(STRAY)
+    if stray_words:
+        yield _refused(
             "stray-word",
-            "error",
-            f"{shown(word)} stands behind {flag}, which takes no value.",
-            "Megatron refuses its arguments: unrecognized arguments.",
-            f"Leave the word out, or {flag} where it should be off.",
+            f"{' and '.join(stray_words)}: the flag takes no value.",
+            "unrecognized arguments",
+            "Leave the word out, or the flag where it should be off.",
         )
-    if job.without_value:
-        yield Finding(
+    flags_without_value = job.flags.get(WITHOUT_VALUE)
+    if flags_without_value:
+        yield _refused(
             "no-value",
-            "error",
-            f"{' and '.join(job.without_value)} has no value, as of a variable that is not set.",
-            "Megatron refuses its arguments: expected one argument.",
+            f"{' and '.join(flags_without_value)} has no value, as of a variable that is not set.",
+            "expected one argument",
             "Set the variable, or leave the flag out.",
         )
     stage_flags = sorted(flags & _VIRTUAL_STAGES)
     if len(stage_flags) > 1:
-        yield Finding(
+        yield _refused(
             "virtual-stages",
-            "error",
             f"{' and '.join(stage_flags)} both decide the number of virtual stages.",
-            "Megatron refuses its arguments: at most one of them can be set.",
+            "at most one of them can be set",
             f"Leave {stage_flags[0]} out.",
         )
-    expert_size = job.arguments.get("expert_model_parallel_size", 1)
+    settings = job.settings
+    request = job.request()
+    expert_size = request.expert_model_parallel_size
     # From a checkpoint the number of experts may come.
-    has_experts = flags & {"--num-experts", "--use-checkpoint-args"} or "num-experts" in job.model
+    has_experts = "--use-checkpoint-args" in flags or "num-experts" in settings
     if "--expert-model-parallel-size" in flags and expert_size > 1 and not has_experts:
-        yield Finding(
+        yield _refused(
             "no-experts",
-            "error",
             f"--expert-model-parallel-size is {expert_size}, and the model has no --num-experts.",
-            "Megatron refuses its arguments: num_experts must not be None.",
+            "num_experts must not be None",
             "Give --num-experts, or leave the size out.",
         )
+    yield from _indivisible("num-experts", settings, "the expert-parallel size", expert_size)
+    tensor_size = request.tensor_model_parallel_size
+    yield from _indivisible(
+        "num-attention-heads", settings, "the tensor-parallel size", tensor_size
+    )
+    stages = request.pipeline_model_parallel_size
+    stages *= request.virtual_pipeline_model_parallel_size or 1
+    if "num-layers" in settings and not flags & _UNEVEN:
+        layers = {"num-layers": layers_of(settings)}
+        yield from _indivisible("num-layers", layers, "the pipeline's stages", stages)
+    if not flags & _OTHER_BATCHES:
+        batch = settings.get("micro-batch-size", 1) * request.decoder.dim_size("dp")
+        batch_name = "--micro-batch-size x the data-parallel size"
+        yield from _indivisible("global-batch-size", settings, batch_name, batch)
+
+
+def _refused(rule: str, what: str, reason: str, remedy: str) -> Finding:
+    return Finding(rule, "error", what, f"Megatron refuses its arguments: {reason}.", remedy)
 
 
 def _indivisible(
-    flag: str, number: int | None, divisor_name: str, divisor: int, condition: str
+    flag: str, settings: Mapping[str, int], divisor_name: str, divisor: int
 ) -> Iterator[Finding]:
     # A flag that was not given is not known here: Megatron has a default, or reads a checkpoint.
-    if number is not None and (number < 1 or number % divisor):
-        yield Finding(
+    number = settings.get(flag)
+    if number is not None and (number < 1 or divisor < 1 or number % divisor):
+        yield _refused(
             flag,
-            "error",
             f"--{flag} is {number}, which {divisor_name}, {divisor}, does not divide.",
-            f"Megatron refuses its arguments: {condition}.",
+            f"--{flag} must be a multiple of {divisor}",
             f"Change --{flag}, or {divisor_name}.",
         )
 
@@ -189,9 +163,8 @@ def _indivisible(
 def silent_losses(job: Job) -> Iterator[Finding]:
     """Findings: what Megatron's functions accept, and do otherwise than asked without a word."""
     yield from _short_runs(job)
-    if "a2a+p2p" in job.cp_comm_type.split() and not job.arguments.get(
-        "hierarchical_context_parallel_sizes"
-    ):
+    has_levels = "hierarchical_context_parallel_sizes" in job.arguments
+    if "a2a+p2p" in job.settings.get("cp_comm_type", "").split() and not has_levels:
         yield Finding(
             "cp-comm-type",
             "error",
@@ -201,10 +174,11 @@ def silent_losses(job: Job) -> Iterator[Finding]:
             "transformer_engine.py, check_initialized=False).",
             "Give the sizes of both levels, such as --hierarchical-context-parallel-sizes 2 4.",
         )
-    if Path(job.nccl_config).is_file():
+    nccl_config = job.settings.get("nccl_config", "")
+    if Path(nccl_config).is_file():
         groups = {row.options for row in (*ROWS, *EXTRA_ALL_GATHER)}
         try:
-            configs = communicators.read_configs(job.nccl_config, None)
+            configs = communicators.read_configs(nccl_config, None)
             unread = list(communicators.unread(configs, groups))
         except (OSError, RuntimeError, ValueError) as error:
             raise JobError(str(error)) from error
@@ -212,21 +186,11 @@ def silent_losses(job: Job) -> Iterator[Finding]:
             yield Finding(
                 "nccl-config",
                 "warning",
-                f"{job.nccl_config} has {' and '.join(unread)}: no group reads that.",
+                f"{nccl_config} has {' and '.join(unread)}: no group reads that.",
                 "Megatron's get_nccl_options (parallel_state.py) ignores it without a word.",
                 f"Options are {', '.join(communicators.OPTIONS)}; groups are "
                 f"{', '.join(sorted(groups))}.",
             )
-    own = [row.label for row in job.plan().rows if row.timeout is None]
-    if own and "distributed_timeout_minutes" in job.arguments and not job.one_timeout:
-        yield Finding(
-            "own-timeout",
-            "note",
-            f"{', '.join(own)}: torch's own timeout, and not --distributed-timeout-minutes.",
-            "Megatron leaves it to torch: 10 minutes with NCCL and 30 with gloo. A hang in these "
-            "ends later, or earlier, than in the others.",
-            "Start with compat.launch --timeout MINUTES, or HYPERGRID_TIMEOUT: one for all groups.",
-        )
 
 
 def _short_runs(job: Job) -> Iterator[Finding]:
@@ -234,22 +198,23 @@ def _short_runs(job: Job) -> Iterator[Finding]:
 
     Of 10 ranks there are runs of 2, and of 4 ranks 4, 4 and 2.
     """
-    kinds = {"hybrid_context_parallel", "dynamic_context_parallel"} & set(job.arguments)
-    if not kinds:
+    if not {"hybrid_context_parallel", "dynamic_context_parallel"} & set(job.arguments):
         return
     members = job.request().decoder.dim_size(("dp", "cp"))
-    short = [size for size in run_sizes(members) if members % size]
-    if short:
-        yield Finding(
-            "hybrid-cp-size",
-            "error",
-            f"dp x cp is {members} ranks, which {short[-1]} does not divide: for size {short[-1]} "
-            f"the last group has {members % short[-1]}.",
-            f"Sequences on these ranks are cut for {short[-1]} ranks and exchanged among "
-            f"{members % short[-1]}. Megatron asks for an even number of ranks only "
-            f"(create_hybrid_dp_cp_groups in parallel_state.py).",
-            "Make dp x cp a multiple of each power of two up to its half, such as a power of two.",
-        )
+    for size in reversed(run_sizes(members)):
+        last_run = members % size
+        if last_run:
+            yield Finding(
+                "hybrid-cp-size",
+                "error",
+                f"dp x cp is {members} ranks, which {size} does not divide: for size {size} the "
+                f"last group has {last_run}.",
+                f"Sequences on these ranks are cut for {size} ranks and exchanged among "
+                f"{last_run}. Megatron asks for an even number of ranks only "
+                f"(create_hybrid_dp_cp_groups in parallel_state.py).",
+                "Make dp x cp a power of two.",
+            )
+            return
 
 
 def faults(

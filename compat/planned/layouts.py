@@ -74,22 +74,19 @@ def has_experts(layouts: Layouts) -> bool:
     """Whether expert layers are laid out differently from dense ones."""
     if "expert" not in layouts:
         return False
-    dense = layouts["decoder"]
     expert = layouts["expert"]
-    return expert.dim_size("ep") > 1 or expert.dim_size("tp") != dense.dim_size("tp")
+    return expert.size_of("ep") > 1 or expert.size_of("tp") != layouts["decoder"].size_of("tp")
 
 
 def shards_of(*plans: GroupPlan) -> dict[str, tuple[str, ...]] | None:
     """The layouts to compare, each with the dims that cut its weights; None without a decoder.
 
-    The layout of experts is compared only where it differs from the dense one.
+    The layout of experts is compared where a job has experts.
     """
     if any("decoder" not in plan.layouts for plan in plans):
         return None
-    decoder_alone = {"decoder": SHARDS["decoder"]}
-    if any("expert" not in plan.layouts for plan in plans):
-        return decoder_alone
-    for plan in plans:
-        if plan.layouts["decoder"].trimmed != plan.layouts["expert"].trimmed:
-            return SHARDS
-    return decoder_alone
+    shards = dict(SHARDS)
+    in_all = all("expert" in plan.layouts for plan in plans)
+    if not in_all or not any(has_experts(plan.layouts) for plan in plans):
+        del shards["expert"]
+    return shards

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import hypergrid
 from compat.cli.app import app
@@ -367,7 +367,7 @@ def test_a_release_of_the_environment_that_is_none_is_one_sentence():
 @pytest.mark.parametrize(
     ("before", "refusal"),
     [
-        ("sys.modules['typer'] = None; ", "the command line needs typer"),
+        ("sys.modules['click'] = None; ", "the command line needs click"),
         ("sys.modules['rich'] = None; ", "the command line needs rich"),
     ],
 )
