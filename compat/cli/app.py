@@ -54,7 +54,7 @@ def plan(subject: PlannedJob, rank: int | None, with_all: bool, as_json: bool) -
     elif rank is None:
         prints.groups(prints.head(subject), subject, with_all)
     else:
-        prints.rank_and_groups(prints.head(subject), subject, rank, with_all)
+        prints.rank_and_groups(prints.head(subject), subject, rank)
 
 
 @layout_command
@@ -194,7 +194,7 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     found = by_severity(found)
     allowed = [finding for finding in found if finding.rule in allow]
     standing = [finding for finding in found if finding.rule not in allow]
-    status = int(any(finding.severity != "note" for finding in standing))
+    status = int(bool(standing))
     if as_json:
         data: dict[str, Any] = {}
         data["findings"] = [asdict(finding) for finding in standing]

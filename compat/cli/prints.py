@@ -27,7 +27,6 @@ from compat.planned.layouts import SHARDS, has_experts
 from compat.planned.orders import RankedOrder
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, one_line, printable
-from hypergrid.policy import Policy
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
     communicators,
@@ -42,7 +41,7 @@ _SCHEMA = 1  # of what --json prints
 _MOST_LINES = 20  # of a verdict's reasons
 _MOST_NAMES = 4  # of the functions that a file reads
 _FLAG = re.compile(r"--[\w-]+")
-_COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
+_COLOURS = {"error": "bold red", "warning": "bold yellow"}
 
 
 def as_data(subject: PlannedJob) -> dict[str, Any]:
@@ -94,12 +93,9 @@ def head(subject: PlannedJob, found: Sequence[Finding] = ()) -> Console:
     host_count = _counted(len(subject.hosts.names), "host")
     sizes = sizes_in_words(layouts["decoder"])
     out.print(f"{rank_count} on {host_count} of {subject.ranks_per_host}: {sizes}")
-    if subject.nvlink_domain is not None:
-        # The last domain may have fewer hosts than the others.
-        hosts_of_domain = Counter(subject.within.values())
-        host_counts = hosts_of_domain.values()
-        domains = _counted(len(hosts_of_domain), "NVLink domain")
-        out.print(f"{domains} of {span((min(host_counts), max(host_counts)))} hosts")
+    if subject.domains is not None:
+        domain_count = _counted(len(subject.domains.names), "NVLink domain")
+        out.print(f"{domain_count} of {subject.nvlink_domain} GPUs")
     if has_experts(layouts):
         out.print(f"experts: {sizes_in_words(layouts['expert'])}")
     if subject.release:
@@ -126,18 +122,28 @@ def _counted(count: int, noun: str) -> str:
 
 def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     """The names and their groups; ``with_all`` also those that say nothing new."""
-    names = _Names(with_all, ("dims", ">ranks", ">groups", ">hosts", "name"))
+    rows = []
+    left_out = Counter[str]()
     for summary in summaries(subject.plan, subject.hosts):
-        names.add(
-            summary.size[1],
-            summary.same_as,
-            dims_in_words(summary.dims, summary.pick, summary.size[1]),
-            span(summary.size),
-            summary.groups,
-            red(span(summary.hosts), summary.crossing > 0),
-            _name(summary.label, f"= {summary.same_as}" if summary.same_as else ""),
-        )
-    names.print(out)
+        largest = summary.size[1]
+        if largest == 1 and not with_all:
+            left_out["groups of one rank"] += 1
+            continue
+        if summary.same_as is not None and not with_all:
+            left_out["the ranks and the traffic of a name above"] += 1
+            continue
+        label = Text(summary.label)
+        if summary.same_as:
+            label.append(f"\n  = {summary.same_as}", style="dim")
+        dims = dims_in_words(summary.dims, summary.pick, largest)
+        hosts = red(span(summary.hosts), summary.crossing > 0)
+        rows.append((dims, span(summary.size), summary.groups, hosts, label))
+    table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
+    parts = [
+        f"{_counted(count, 'name')} for {reason}" for reason, count in sorted(left_out.items())
+    ]
+    if parts:
+        out.print(f"\nLeft out: {', '.join(parts)}; --all prints them.")
     note = "\nhosts: how many one group touches."
     if with_all:
         note += " = NAME: same ranks and traffic, could share communicators."
@@ -154,62 +160,22 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     )
 
 
-def rank_and_groups(out: Console, subject: PlannedJob, rank: int, with_all: bool) -> None:
-    """One rank's coordinates and its groups; ``with_all`` also those that say nothing new."""
+def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
+    """One rank's coordinates and all its groups."""
     data = of_rank(subject, rank)
     for name in SHARDS:
         if name in data["coordinates"]:
             coordinate = subject.plan.layouts[name].trimmed.coordinate(rank)
             numbers = [f"{dim}={number}" for dim, number in coordinate.items()]
             out.print(f"rank {rank} on {data['host']}, {name}: {', '.join(numbers) or 'alone'}")
-    names = _Names(with_all, ("dims", ">ranks", ">hosts", "name, and the members"))
-    shared = subject.plan.sharing(rank, Policy(share="all"))
-    for group, (_, ranks, same_as) in zip(data["groups"], shared, strict=True):
+    rows = []
+    for group in data["groups"]:
+        ranks = group["ranks"]
         hosts = len(group["hosts"])
-        names.add(
-            len(ranks),
-            same_as,
-            dims_in_words(group["dims"], size=len(ranks)),
-            len(ranks),
-            red(hosts, hosts > 1),
-            _name(group["label"], few(ranks)),
-        )
-    names.print(out)
-    if not data["groups"]:
-        out.print(f"rank {rank} on {data['host']} is in no group.")
-
-
-class _Names:
-    """A table of names, without those that say nothing new unless ``with_all``."""
-
-    def __init__(self, with_all: bool, columns: Sequence[str]) -> None:
-        self.with_all = with_all
-        self.columns = columns
-        self.rows: list[Sequence[object]] = []
-        self.left_out = Counter[str]()
-
-    def add(self, largest_size: int, same_as: str | None, *cells: object) -> None:
-        """Add a name, by the ranks of its largest group and the name that has the same groups."""
-        if largest_size == 1 and not self.with_all:
-            self.left_out["groups of one rank"] += 1
-        elif same_as is not None and not self.with_all:
-            self.left_out["the ranks and the traffic of a name above"] += 1
-        else:
-            self.rows.append(cells)
-
-    def print(self, out: Console) -> None:
-        """Print the table, and how many names it leaves out."""
-        table(out, self.columns, self.rows)
-        reasons = sorted(self.left_out.items())
-        parts = [f"{_counted(count, 'name')} for {reason}" for reason, count in reasons]
-        if parts:
-            out.print(f"\nLeft out: {', '.join(parts)}; --all prints them.")
-
-
-def _name(label: str, note: str) -> Text:
-    """A name, and what is said of it in a line below."""
-    text = Text(label)
-    return text.append(f"\n  {note}", style="dim") if note else text
+        dims = dims_in_words(group["dims"], size=len(ranks))
+        label = Text(group["label"]).append(f"\n  {few(ranks)}", style="dim")
+        rows.append((dims, len(ranks), red(hosts, hosts > 1), label))
+    table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
 
 
 def findings(

@@ -16,8 +16,7 @@ from compat.planned.orders import RankedOrder
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
-Severity: TypeAlias = Literal["error", "warning", "note"]
-_SEVERITIES = ("error", "warning", "note")
+Severity: TypeAlias = Literal["error", "warning"]
 
 # Kind of groups that should stay inside a host, and severity; and what it costs if they do not.
 _ACROSS: dict[tuple[str, Severity], str] = {
@@ -36,8 +35,7 @@ _ACROSS: dict[tuple[str, Severity], str] = {
 class Finding:
     """The finding of one rule.
 
-    An "error" will not run as asked, or runs many times slower; a "warning" costs time; a "note"
-    may be intended.
+    An "error" will not run as asked, or runs many times slower; a "warning" costs time.
     """
 
     rule: str
@@ -72,7 +70,7 @@ def findings(
 
 def by_severity(unsorted: Iterable[Finding]) -> list[Finding]:
     """The findings, the most severe first."""
-    return sorted(unsorted, key=lambda finding: _SEVERITIES.index(finding.severity))
+    return sorted(unsorted, key=lambda finding: finding.severity)  # by the alphabet
 
 
 # Flags with which Megatron splits the layers, or the batch, in another way.
@@ -245,20 +243,13 @@ def faults(
             "sends several times as much, farther ones.",
             "Put tp before cp in the order.",
         )
-    if apart > 1:
-        severity: Severity = "note"
-        cost = (
-            "Transformer Engine's user buffers (--tp-comm-overlap) take consecutive ranks for the "
-            "tensor-parallel groups, whatever the groups are"
-        )
-        if user_buffers:
-            severity = "error"
-            cost += ", and would exchange with the wrong ones"
+    if apart > 1 and user_buffers:
         yield Finding(
             "user-buffers",
-            severity,
+            "error",
             f"tp is not innermost: neighbours on tp are {apart} ranks apart.",
-            f"{cost}.",
+            "Transformer Engine's user buffers (--tp-comm-overlap) take consecutive ranks for the "
+            "tensor-parallel groups, whatever the groups are, and exchange with the wrong ones.",
             "Put tp first in the order, or leave out --tp-comm-overlap.",
         )
 
