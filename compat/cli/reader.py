@@ -180,13 +180,13 @@ class Reader:
         if row.kind == "model":
             self.flags[WITHOUT_EFFECT].append(flag)
             # Only `check` needs its number, and a shell may have left it empty.
-            if re.fullmatch(r"\d{1,18}", text) is None:
+            if row.values != "0" and re.fullmatch(r"\d{1,18}", text) is None:
                 return
         else:
             self.flags[USED].append(f"{flag} {text}".strip())
         if row.values == "0":
             settings[row.meaning] = True
-        elif row.kind in ("text", "layout"):
+        elif row.kind == "text":
             settings[row.meaning] = text
         else:
             numbers = []

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from compat.megatron import communicators
 from compat.megatron.rows import run_sizes
 from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
-from compat.planned.job import STRAY, WITHOUT_VALUE, Job, JobError, layers_of
+from compat.planned.job import STRAY, WITHOUT_VALUE, Job, JobError
 from compat.planned.layouts import Layouts, groups_by_kind
 from compat.planned.orders import RankedOrder
 from hypergrid.summary import hosts_touched
@@ -75,7 +75,8 @@ def by_severity(unsorted: Iterable[Finding]) -> list[Finding]:
 
 # Flags with which Megatron splits the layers, or the batch, in another way.
 _UNEVEN = {"--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
-           "--hybrid-layer-pattern", "--encoder-num-layers"}  # fmt: skip
+           "--hybrid-layer-pattern", "--encoder-num-layers",
+           "--pipeline-model-parallel-layout"}  # fmt: skip
 _VIRTUAL_STAGES = {"--num-layers-per-virtual-pipeline-stage",
                    "--num-virtual-stages-per-pipeline-rank",
                    "--pipeline-model-parallel-layout"}  # fmt: skip
@@ -130,10 +131,15 @@ def refusals(job: Job) -> Iterator[Finding]:
         "num-attention-heads", settings, "the tensor-parallel size", tensor_size
     )
     stages = request.pipeline_model_parallel_size
-    stages *= request.virtual_pipeline_model_parallel_size or 1
+    stages *= request.virtual_pipeline_model_parallel_size or settings.get("layers_per_stage", 1)
     if "num-layers" in settings and not flags & _UNEVEN:
-        layers = {"num-layers": layers_of(settings)}
-        yield from _indivisible("num-layers", layers, "the pipeline's stages", stages)
+        # The embedding and the loss may count as a layer each.
+        layers = settings["num-layers"]
+        layers += settings.get("with_embedding", 0) + settings.get("with_loss", 0)
+        divided = {"num-layers": layers}
+        yield from _indivisible(
+            "num-layers", divided, "stages x virtual stages, or x the layers of each", stages
+        )
     if not flags & _OTHER_BATCHES:
         batch = settings.get("micro-batch-size", 1) * request.decoder.dim_size("dp")
         batch_name = "--micro-batch-size x the data-parallel size"

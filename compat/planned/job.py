@@ -100,7 +100,8 @@ def of_settings(settings: Mapping[str, Any]) -> Job:
         assumed.append(f"{ranks_per_host} ranks on each host; --gpus-per-node changes it")
     nvlink_domain = settings.get("nvlink_domain")
     check_hosts(world_size, ranks_per_host, nvlink_domain)
-    _add_virtual_stages(arguments, settings)
+    if arguments.get("virtual_pipeline_model_parallel_size") == 1:
+        del arguments["virtual_pipeline_model_parallel_size"]  # 1 is none
     return Job(arguments, settings, world_size, ranks_per_host, nvlink_domain, tuple(assumed))
 
 
@@ -118,59 +119,3 @@ def check_hosts(world_size: int, ranks_per_host: int, nvlink_domain: int | None)
             f"an NVLink domain of {nvlink_domain} GPUs does not hold whole hosts of "
             f"{ranks_per_host}. Give a multiple of the GPUs of a host."
         )
-
-
-def layers_of(settings: Mapping[str, Any]) -> int:
-    """The layers that are divided among stages: embedding and loss may count; 0 if not known."""
-    layers: int = settings.get("num-layers", 0)
-    return layers + settings.get("with_embedding", 0) + settings.get("with_loss", 0)
-
-
-def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Count virtual stages from their layers, as Megatron's parser does; 1 is none.
-
-    126 layers, and the embedding and the loss counted as one each, on 16 stages with 2 layers in
-    each virtual stage: 128 / 16 / 2 = 4 virtual stages.
-    """
-    name = "virtual_pipeline_model_parallel_size"
-    stages = arguments.get("pipeline_model_parallel_size", 1)
-    stage_layout = settings.get("stage_layout")
-    layers_each = settings.get("layers_per_stage")
-    if stage_layout is not None:
-        all_stages = stages_of(stage_layout)
-        if all_stages % stages:
-            raise JobError(
-                f"--pipeline-model-parallel-layout {shown(stage_layout)} has {all_stages} stages, "
-                f"and {stages} pipeline ranks do not divide them. Change the number of | in it, or "
-                f"--pipeline-model-parallel-size."
-            )
-        arguments[name] = all_stages // stages
-    elif layers_each is not None and name not in arguments:
-        layers = layers_of(settings)
-        if layers < 1 or layers_each < 1 or layers % (stages * layers_each):
-            raise JobError(
-                f"--num-layers-per-virtual-pipeline-stage {layers_each} needs a --num-layers that "
-                f"is a multiple of {stages} stages x {layers_each}, got {layers}."
-            )
-        arguments[name] = layers // stages // layers_each
-    if arguments.get(name) == 1:
-        del arguments[name]
-
-
-# Several layers and bars in brackets, then single ones, and how often: (tt|)*3, t*3
-_REPEATED = (r"\(([^()]+)\)\*(\d{1,3})", r"([EtmL|])\*(\d{1,3})")
-
-
-def stages_of(stage_layout: str) -> int:
-    """The number of stages in Megatron's layout of a pipeline: ``Et*3|(tt|)*2,L`` has four."""
-    text = stage_layout.replace(",", "")
-    # A longer text could stand for more bars than fit into memory.
-    if len(text) <= 500:
-        for pattern in _REPEATED:
-            text = re.sub(pattern, lambda part: part[1] * int(part[2]), text)
-    if re.fullmatch("[EtmL|]*", text) is None:
-        raise JobError(
-            f"--pipeline-model-parallel-layout {shown(stage_layout)} is not read: layers are E, t, "
-            f"m and L, stages end with |, and t*3 or (tt|)*3 repeats."
-        )
-    return 1 + text.count("|")
