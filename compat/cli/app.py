@@ -59,7 +59,6 @@ def plan(subject: PlannedJob, rank: int | None, with_all: bool, as_json: bool) -
 
 @layout_command
 @click.option("--by", help="The dim that colours show; tp if any.")
-@click.option("--view", help="Which layout: decoder or expert, or one of a saved plan.")
 @click.option("--hosts", help="Which hosts: 3, or 4-11.")
 @click.option("--html", help="Write one interactive page; - prints it.")
 @click.option("--png", type=Path, help="Write a picture.")
@@ -67,27 +66,28 @@ def plan(subject: PlannedJob, rank: int | None, with_all: bool, as_json: bool) -
 def show(
     subject: PlannedJob,
     by: str | None,
-    view: str | None,
     hosts: str | None,
     html: str | None,
     png: Path | None,
     svg: Path | None,
 ) -> None:
-    """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
+    """Show the ranks of each host, by NVLink domain: a table, a picture, or a page.
+
+    The layout is that of dense layers, or with --by the first one in which this dim is larger than
+    1: --by ep shows that of experts.
+    """
+    shown = "decoder"
+    if by is not None:
+        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
+        layouts = subject.layouts.items()
+        larger = [name for name, layout in layouts if layout.size_of(by) > 1]
+        shown = (*larger, shown)[0]
     offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
     if not has_experts(subject.layouts):
         offered = [name for name in offered if name != "expert"]
-    shown = view or "decoder"
-    if view is None and by is not None:
-        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
-        larger = [name for name in offered if subject.layouts[name].size_of(by) > 1]
-        shown = (*larger, shown)[0]
-    if shown not in subject.layouts:
-        raise LayoutError(f"there is no view {shown!r}: there are {', '.join(subject.layouts)}.")
     pictures = [path for path in (png, svg) if path is not None]
     for path in pictures:
-        drawn = offered if view is None and by is None else [shown]
-        _write_picture(subject, path, drawn, by)
+        _write_picture(subject, path, offered if by is None else [shown], by)
     if html is not None:
         _write_page(subject, html, shown, offered, by)
     if html is None and not pictures:

@@ -88,7 +88,6 @@ def _torch() -> Iterator[Row]:
 
 def _megatron() -> Iterator[Row]:
     from compat.megatron import releases, sources
-    from compat.swap import hiding
 
     source = sources.imported_source()
     if source is None:
@@ -98,10 +97,6 @@ def _megatron() -> Iterator[Row]:
     # A checkout may come before the installed package.
     where = f"{source.version or 'no version'} in {source.path.parents[2]}"
     yield Row("megatron-core", f"{where}; compat speaks as {release}")
-    hiding_package = hiding()
-    if hiding_package is not None:
-        state = f"{hiding_package} has the same name"
-        yield Row("package compat", state, "Start with hypergrid-launch.")
     yield Row("swap", *_trial())
 
 

@@ -39,7 +39,6 @@ from hypergrid.summary import (
 _LONGEST = 1000  # characters of a name
 _SCHEMA = 1  # of what --json prints
 _MOST_LINES = 20  # of a verdict's reasons
-_MOST_NAMES = 4  # of the functions that a file reads
 _FLAG = re.compile(r"--[\w-]+")
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 
@@ -301,10 +300,8 @@ def audit(recordings: Audit) -> None:
         out.print(f"  {reads}; {problem.example}\n", style="dim")
     rows = []
     for file in recordings.files():
-        names = [f"{name} {count:,}" for name, count in file.names.most_common(_MOST_NAMES)]
-        if len(file.names) > _MOST_NAMES:
-            names.append("...")
-        rows.append((file.file, f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
+        names = [f"{name} {count:,}" for name, count in file.names.most_common()]
+        rows.append((file.file, f"{file.reads:,}", f"{file.sites:,}", few(names)))
     table(out, ("file", ">reads", ">sites", "of"), rows)
     out.print(
         f"{recordings.reads:,} reads by {len(recordings.sites)} sites, on {len(recordings.ranks)} "

@@ -35,12 +35,12 @@ _TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
 # Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
 _OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
-_MAY_HOLD_SIZES = re.compile(r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args")
 _HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|{'|'.join(PARALLEL)}")
-_DIM = r"(tp|pp|cp|ep|dp|etp|vp)p?"
-# --tp_size, --size-of-pp, --epParallel
-_SIZE_OF_DIM = re.compile(
-    rf"(?i)(?:^|[-_.]){_DIM}[-_.]?(?:size|parallel)|(?:size|parallel)\w*[-_.]{_DIM}(?:$|[-_.])"
+_DIM = "(?:tp|pp|cp|ep|dp|etp|vp)p?"
+# --my-parallel-sizes, --recipe; --tp_size, --size-of-pp
+_MAY_HOLD_SIZES = re.compile(
+    r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args"
+    rf"|(?:^|[-_.]){_DIM}[-_.]?size|size\w*[-_.]{_DIM}(?:$|[-_.])"
 )
 RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
 # Of two short names each is soon like the other.
@@ -132,16 +132,14 @@ class Reader:
     def finish(self) -> Job:
         """The job that was read. Sizes of several models are refused: only one can be the job."""
         prefixes = list(self._first_override)
-        if self.prefix is None and len(prefixes) > 1:
+        is_open = self.prefix not in prefixes
+        if self.prefix is None:
+            is_open = len(prefixes) > 1
+        if prefixes and is_open:
             overrides = " and ".join(self._first_override.values())
             raise JobError(
-                f"{overrides} are sizes of different models. Choose one, such as --prefix "
-                f"{prefixes[0]}"
-            )
-        if self.prefix is not None and prefixes and self.prefix not in prefixes:
-            raise JobError(
-                f"no override begins with {self.prefix}: sizes are those of "
-                f"{' and '.join(prefixes)}. Choose one of these by --prefix."
+                f"overrides of several models, or of another one than --prefix names, hold sizes: "
+                f"{overrides}. Choose one of these, such as --prefix {prefixes[0]}"
             )
         job = of_settings(self.settings)
         assumed = (_OF_OVERRIDES, *job.assumed) if prefixes else job.assumed
@@ -162,14 +160,14 @@ class Reader:
         if settings is self.settings and row.meaning in self.overrides:
             return
         text = " ".join(values)
-        is_other_value = row.meaning == "unless" and re.search(row.kind, text) is not None
-        if row.meaning == "refused" or is_other_value:
+        # Without a pattern every value is refused.
+        if row.meaning == "refused" and re.search(row.kind, text) is not None:
             if settings is self.settings:
                 raise _may_hold_sizes(option)
             raise JobError(f"{flag} {text} is not read. {RANKS_BESIDE}")
         # A shell may have left it out: --load $CHECKPOINT.
         lacks_value = not values and row.values not in ("0", "?", "*")
-        if row.meaning in ("", "unless"):
+        if row.meaning in ("", "refused"):
             self.flags[WITHOUT_EFFECT].append(flag)
             if lacks_value and settings is self.settings:
                 self.flags[WITHOUT_VALUE].append(flag)
@@ -215,7 +213,7 @@ class Reader:
         name = flag or unread[0].rpartition("=")[0]
         # model={tensor_model_parallel_size: 4}, and files of sizes
         has_sizes = any(map(_HOLDS_SIZES.search, unread))
-        if has_sizes or _MAY_HOLD_SIZES.search(name) or _SIZE_OF_DIM.search(name):
+        if has_sizes or _MAY_HOLD_SIZES.search(name):
             raise _may_hold_sizes(option)
         if flag_before and not flag and "=" not in unread[0]:
             self.flags[STRAY].append(f"{shown(unread[0])} behind {flag_before}")

@@ -39,7 +39,7 @@ class PlannedJob:
     ranks_per_host: int
     nvlink_domain: int | None = None  # GPUs; None: not known, or no more than a host
     job: Job | None = None  # None: it was saved
-    assumed: tuple[str, ...] = ()
+    assumed: Sequence[str] = ()
     release: str = ""  # of megatron-core, and where it comes from if none is installed
 
     @property
@@ -106,28 +106,26 @@ def saved(
     if re.search(rb"\\n|\\u000a", text, re.I) is not None:
         raise JobError(f"{path} is not a valid plan: a name in it has a line break.")
     _check_ranks(path, plan)
-    assumed: tuple[str, ...] = ()
     if ranks_per_host is None:
         ranks_per_host = beside.ranks_per_host
     if nvlink_domain is None:
         nvlink_domain = beside.nvlink_domain
+    assumed = []
     if ranks_per_host is None:
         ranks_per_host = min(RANKS_PER_HOST, len(plan.window))
-        assumed = (f"{ranks_per_host} ranks on each host; --gpus-per-node says otherwise",)
+        assumed.append(f"{ranks_per_host} ranks on each host; --gpus-per-node changes it")
     check_hosts(plan.window.stop, ranks_per_host, nvlink_domain)
     return PlannedJob(plan, ranks_per_host, nvlink_domain, None, assumed, beside.megatron)
 
 
 def _check_ranks(path: Path, plan: GroupPlan) -> None:
-    """Refuse a plan with ranks outside its window, or one that would take minutes to print."""
+    """Refuse a plan that would take minutes to print, or that has ranks outside its window."""
     count = plan.window.stop
     listed_groups = [group for row in plan.rows for group in row.explicit or ()]
     cost = len(plan.rows) * max(count, 1 << 14) + len(listed_groups) * 256
     if count > MOST_RANKS or cost > 40 * MOST_RANKS:
         raise JobError(
-            f"{path} is too large to be planned: {count:,} ranks, {len(plan.rows):,} rows, "
-            f"{len(listed_groups):,} groups that are listed. At most {MOST_RANKS:,} ranks and 40 "
-            f"rows are."
+            f"{path} is too large to be planned: at most {MOST_RANKS:,} ranks in 40 rows are."
         )
     last_ranks = [layout.stop - 1 for layout in plan.layouts.values()]
     for ranks in [last_ranks, *listed_groups]:

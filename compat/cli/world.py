@@ -84,10 +84,9 @@ def _ranks_of(
     if per_host is not None:
         numbers["per_host"] = per_host
     _read_variables(reader, program, variables, numbers)
+    # GPUs are not read, from which it would count its tasks.
     from_gpus = numbers.pop("tasks_from_gpus", None)
-    if "tasks" not in numbers:
-        if from_gpus is not None and len(numbers) < 2:
-            raise _not_decided(program, "is to count its tasks by GPUs, which are not read")
+    if "tasks" not in numbers and from_gpus is None:
         for name, number in _DEFAULTS.get(program, {}).items():
             numbers.setdefault(name, number)
     if len(numbers) < 2 or min(numbers.values()) < 1:

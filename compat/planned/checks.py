@@ -237,18 +237,7 @@ def faults(
     else:  # the GPUs of its hosts are as near as those of one host
         yield from _across(layouts, "NVLink domain", domains)
     dense = layouts["decoder"].trimmed
-    if "tp" not in dense.dims:
-        return
-    apart = dense.stride("tp")
-    if "cp" in dense.dims and dense.stride("cp") < apart:
-        yield Finding(
-            "cp-before-tp",
-            "warning",
-            f"cp comes before tp: neighbours on tp are {apart} ranks apart.",
-            "The ring of context parallelism gets the nearest ranks, and tensor parallelism, which "
-            "sends several times as much, farther ones.",
-            "Put tp before cp in the order.",
-        )
+    apart = dense.stride("tp") if "tp" in dense.dims else 1
     if apart > 1 and user_buffers:
         yield Finding(
             "user-buffers",

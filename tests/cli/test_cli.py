@@ -174,7 +174,7 @@ def test_a_picture_shows_each_kind_of_group_of_a_job(flags, panels, tmp_path):
     assert ", ".join(titles) == panels
 
 
-OF_EXPERTS = "--world-size 16 --tp 2 --ep 4 --view expert --by ep"
+OF_EXPERTS = "--world-size 16 --tp 2 --ep 4 --by ep"
 DOMAINS = "--world-size 16 --gpus-per-node 4 --tp 8 --nvlink-domain 8"
 
 
