@@ -67,16 +67,12 @@ def options_of(
 ) -> tuple[list[Option], list[str]]:
     """The options of a program, and the words behind them; of a script, "", all words."""
     options = []
-    place = 0
-    while place < len(words):
-        word = words[place]
+    rest = list(words)
+    while rest and (_is_flag(rest[0]) or not program):
+        word = rest.pop(0)
         if not _is_flag(word):
-            if program:
-                break
             options.append(Option("", _UNLISTED, [word]))
-            place += 1
             continue
-        place += 1
         if program and word == "--":
             continue
         text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word)  # -N16 is -N=16
@@ -91,23 +87,14 @@ def options_of(
                 f"{flag} of {program} is not known. Leave it out, or give the sizes instead of the "
                 f"command: --world-size 64 --tp 4."
             )
-        values = [value]
-        if not equals:
-            most_values = int(_MOST_VALUES.get(row.values, row.values))
-            values = _values_at(words, place, most_values)
-            place += len(values)
+        values = []
+        if equals:
+            values.append(value)
+        most_values = int(_MOST_VALUES.get(row.values, row.values))
+        while not equals and rest and len(values) < most_values and not _is_flag(rest[0]):
+            values.append(rest.pop(0))
         options.append(Option(flag, row, values))
-    return options, list(words[place:])
-
-
-def _values_at(words: Sequence[str], place: int, most_values: int) -> list[str]:
-    """The values of a flag: the words from a place on, up to the next flag."""
-    values: list[str] = []
-    for word in words[place : place + most_values]:
-        if _is_flag(word):
-            break
-        values.append(word)
-    return values
+    return options, rest
 
 
 def _is_flag(word: str) -> bool:
@@ -148,11 +135,11 @@ class Reader:
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""
         flag, row, values = option
-        flag_before = self._flag_before
-        self._flag_before = flag if row.values == "0" else ""
         if row is _UNLISTED:
-            self._read_unlisted(option, flag_before)
+            self._read_unlisted(option)
+            self._flag_before = ""
             return
+        self._flag_before = flag if row.values == "0" else ""
         # It says what a program starts, which is no setting.
         if row.kind == "starts":
             return
@@ -197,7 +184,7 @@ class Reader:
                 numbers.append(int(value))
             settings[row.meaning] = numbers if row.values == "+" else numbers[0]
 
-    def _read_unlisted(self, option: Option, flag_before: str) -> None:
+    def _read_unlisted(self, option: Option) -> None:
         """A word or a flag of a script that its table does not have."""
         flag, _, values = option
         # It may take no values: --verbose model.tensor_model_parallel_size=4
@@ -215,8 +202,8 @@ class Reader:
         has_sizes = any(map(_HOLDS_SIZES.search, unread))
         if has_sizes or _MAY_HOLD_SIZES.search(name):
             raise _may_hold_sizes(option)
-        if flag_before and not flag and "=" not in unread[0]:
-            self.flags[STRAY].append(f"{shown(unread[0])} behind {flag_before}")
+        if self._flag_before and not flag and "=" not in unread[0]:
+            self.flags[STRAY].append(f"{shown(unread[0])} behind {self._flag_before}")
         self.flags[NOT_READ].append(flag or unread[0])
 
     def _read_override(self, word: str) -> bool:
