@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,9 @@ from compat.cli import asking, prints
 from compat.cli.command import app, as_json_flag, launch_command, layout_command
 from compat.cli.launch import taken_apart
 from compat.cli.source import PlannedJob, read, started
-from compat.planned.checks import by_severity, faults, findings, refusals, silent_losses
+from compat.planned.checks import expensive, refusals, silent_losses
 from compat.planned.job import JobError
-from compat.planned.layouts import (
-    KNOWN_DIMS,
-    LEVELS,
-    SHARDS,
-    has_experts,
-    shards_of,
-    unknown_dims,
-)
+from compat.planned.layouts import LEVELS, SHARDS, has_experts, refuse_unknown_dims, shards_of
 from compat.planned.orders import dp_across, ranked_orders
 from hypergrid.files import bytes_of, decoded
 from hypergrid.layout import LayoutError
@@ -166,14 +158,10 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     Exit status 1 if there is an error or a warning that --allow does not name, 0 if not, 2 if the
     layout cannot be read.
     """
-    unknown = unknown_dims(subject.layouts)
-    if unknown:
-        raise JobError(
-            f"cannot check this plan: {'; '.join(unknown)}, and the rules are for "
-            f"{', '.join(sorted(KNOWN_DIMS))}. Rename the dim to the one that it is, or use show."
-        )
+    refuse_unknown_dims(subject.layouts)
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
+    place = "NVLink domain" if subject.domains else "host"
     with prints.working("Ranking all orders"):
         ranking = ranked_orders(subject.order, subject.layouts, places)
     requested = next(ranked for ranked in ranking if ranked.order == subject.order)
@@ -181,17 +169,10 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     for ranked in ranking:
         if ranked is not requested and ranked.numbers <= requested.numbers:
             better.append(ranked)
-    settings = subject.job.settings if subject.job else {}
-    faults_of = partial(
-        faults,
-        hosts=subject.hosts,
-        domains=subject.domains,
-        user_buffers="user_buffers" in settings,
-    )
-    found = findings(faults_of, subject.layouts, better)
+    found = list(expensive(subject.layouts, place, places, better))
     if subject.job is not None:
         found = [*refusals(subject.job), *silent_losses(subject.job), *found]
-    found = by_severity(found)
+    found.sort(key=lambda finding: finding.severity)  # errors first, by the alphabet
     allowed = [finding for finding in found if finding.rule in allow]
     standing = [finding for finding in found if finding.rule not in allow]
     status = int(bool(standing))
@@ -200,15 +181,14 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
         data["findings"] = [asdict(finding) for finding in standing]
         data["allowed"] = [asdict(finding) for finding in allowed]
         if suggest:
-            data["orders"] = [{"order": each.order, "hosts": each.hosts} for each in ranking]
+            data["orders"] = [asdict(ranked) for ranked in ranking]
         prints.as_json(data)
         return status
     out = prints.head(subject, found)
     prints.findings(out, standing, allowed, allow)
     if suggest:
-        kind = "NVLink domains" if subject.domains else "hosts"
-        prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), kind)
-        across = dp_across(ranking, requested, kind)
+        prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")
+        across = dp_across(ranking, requested, f"{place}s")
         if across:
             out.print(across)
     return status

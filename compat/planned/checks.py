@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -46,31 +46,41 @@ class Finding:
     order: str | None = None  # one that avoids it
 
 
-def findings(
-    check: Callable[[Layouts], Iterable[Finding]],
-    layouts: Layouts,
-    better: Sequence[RankedOrder],
-) -> list[Finding]:
-    """The findings of ``check`` in ``layouts``, one for each rule at most.
+def expensive(
+    layouts: Layouts, place: str, places: Topology, better: Sequence[RankedOrder]
+) -> Iterator[Finding]:
+    """A finding for each kind of groups that has ranks in several ``places``: hosts, or domains.
 
-    ``better`` are other orders, the best first. Where one of them avoids a finding, the first such
-    order is its remedy.
+    ``better`` are other orders, the best first. The first of them that avoids a finding is its
+    remedy.
     """
-    by_rule = {finding.rule: finding for finding in check(layouts)}
-    for ranked in better:
-        if all(finding.order for finding in by_rule.values()):
-            break
-        remaining_rules = {finding.rule for finding in check(ranked.layouts)}
-        for rule, finding in by_rule.items():
-            if rule not in remaining_rules and finding.order is None:
-                remedy = f"order={ranked.order} avoids it."
-                by_rule[rule] = replace(finding, remedy=remedy, order=ranked.order)
-    return list(by_rule.values())
-
-
-def by_severity(unsorted: Iterable[Finding]) -> list[Finding]:
-    """The findings, the most severe first."""
-    return sorted(unsorted, key=lambda finding: finding.severity)  # by the alphabet
+    groups = groups_by_kind(layouts)
+    for (kind, severity), cost in _ACROSS.items():
+        if kind not in groups:
+            continue
+        touched = hosts_touched(groups[kind], places)
+        crossing = int((touched > 1).sum())
+        if not crossing:
+            continue
+        # The finding about tp covers the tensor-parallel groups of experts.
+        if kind == "tp":
+            groups.pop("expert tp", None)
+        remedy = (
+            f"No order avoids it without a more expensive fault. A smaller {kind} would stay "
+            f"inside."
+        )
+        order = next((ranked.order for ranked in better if ranked.hosts[kind] == 1), None)
+        if order is not None:
+            remedy = f"order={order} avoids it."
+        yield Finding(
+            f"{kind}-across-{place}s".replace(" ", "-").lower(),
+            severity,
+            f"{kind} leaves the {place}: {crossing} of {len(touched)} groups of "
+            f"{groups[kind].shape[1]} ranks have ranks on up to {touched.max()} {place}s.",
+            cost,
+            remedy,
+            order,
+        )
 
 
 # Flags with which Megatron splits the layers, or the batch, in another way.
@@ -125,6 +135,14 @@ def refusals(job: Job) -> Iterator[Finding]:
             "num_experts must not be None",
             "Give --num-experts, or leave the size out.",
         )
+    has_levels = "hierarchical_context_parallel_sizes" in job.arguments
+    if "a2a+p2p" in settings.get("cp_comm_type", "").split() and not has_levels:
+        yield _refused(
+            "cp-comm-type",
+            "--cp-comm-type a2a+p2p has no --hierarchical-context-parallel-sizes.",
+            "both levels must have a size; megatron-core alone gives attention no such groups",
+            "Give the sizes of both levels, such as --hierarchical-context-parallel-sizes 2 4.",
+        )
     yield from _indivisible("num-experts", settings, "the expert-parallel size", expert_size)
     tensor_size = request.tensor_model_parallel_size
     yield from _indivisible(
@@ -167,16 +185,15 @@ def _indivisible(
 def silent_losses(job: Job) -> Iterator[Finding]:
     """Findings: what Megatron's functions accept, and do otherwise than asked without a word."""
     yield from _short_runs(job)
-    has_levels = "hierarchical_context_parallel_sizes" in job.arguments
-    if "a2a+p2p" in job.settings.get("cp_comm_type", "").split() and not has_levels:
+    tensor = job.request().decoder.stride("tp")
+    if "user_buffers" in job.settings and tensor > 1:
         yield Finding(
-            "cp-comm-type",
+            "user-buffers",
             "error",
-            "--cp-comm-type a2a+p2p has no --hierarchical-context-parallel-sizes.",
-            "Megatron-LM's training/arguments.py refuses this; megatron-core alone, as other "
-            "trainers use it, gives attention no context-parallel groups (extensions/"
-            "transformer_engine.py, check_initialized=False).",
-            "Give the sizes of both levels, such as --hierarchical-context-parallel-sizes 2 4.",
+            f"tp is not innermost: neighbours on tp are {tensor} ranks apart.",
+            "Transformer Engine's user buffers (--tp-comm-overlap) take consecutive ranks for the "
+            "tensor-parallel groups, whatever the groups are, and exchange with the wrong ones.",
+            "Put tp first in the order, or leave out --tp-comm-overlap.",
         )
     nccl_config = job.settings.get("nccl_config", "")
     if Path(nccl_config).is_file():
@@ -219,55 +236,3 @@ def _short_runs(job: Job) -> Iterator[Finding]:
                 "Make dp x cp a power of two.",
             )
             return
-
-
-def faults(
-    layouts: Layouts,
-    hosts: Topology,
-    domains: Topology | None = None,
-    user_buffers: bool = False,
-) -> Iterator[Finding]:
-    """Findings: what is expensive about ``layouts``.
-
-    ``domains`` are NVLink domains, where they are known; ``user_buffers`` says whether Transformer
-    Engine's are on.
-    """
-    if domains is None:
-        yield from _across(layouts, "host", hosts)
-    else:  # the GPUs of its hosts are as near as those of one host
-        yield from _across(layouts, "NVLink domain", domains)
-    dense = layouts["decoder"].trimmed
-    apart = dense.stride("tp") if "tp" in dense.dims else 1
-    if apart > 1 and user_buffers:
-        yield Finding(
-            "user-buffers",
-            "error",
-            f"tp is not innermost: neighbours on tp are {apart} ranks apart.",
-            "Transformer Engine's user buffers (--tp-comm-overlap) take consecutive ranks for the "
-            "tensor-parallel groups, whatever the groups are, and exchange with the wrong ones.",
-            "Put tp first in the order, or leave out --tp-comm-overlap.",
-        )
-
-
-def _across(layouts: Layouts, place: str, places: Topology) -> Iterator[Finding]:
-    """A finding for each kind of groups that has ranks in several ``places``: hosts, or domains."""
-    groups = groups_by_kind(layouts)
-    for (kind, severity), cost in _ACROSS.items():
-        if kind not in groups:
-            continue
-        touched = hosts_touched(groups[kind], places)
-        crossing = int((touched > 1).sum())
-        if not crossing:
-            continue
-        # The finding about tp covers the tensor-parallel groups of experts.
-        if kind == "tp":
-            groups.pop("expert tp", None)
-        yield Finding(
-            f"{kind}-across-{place}s".replace(" ", "-").lower(),
-            severity,
-            f"{kind} leaves the {place}: {crossing} of {len(touched)} groups of "
-            f"{groups[kind].shape[1]} ranks have ranks on up to {touched.max()} {place}s.",
-            cost,
-            f"No order avoids it without a more expensive fault. A smaller {kind} would stay "
-            f"inside.",
-        )

@@ -18,7 +18,6 @@ class RankedOrder:
 
     order: str
     hosts: Mapping[str, int]
-    layouts: Layouts
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -53,7 +52,7 @@ def ranked_orders(requested: str, layouts: Layouts, hosts: Topology) -> list[Ran
         if trimmed in known_layouts:
             continue
         known_layouts.add(trimmed)
-        ranking.append(RankedOrder(order, most_hosts(layouts_in_order, hosts), layouts_in_order))
+        ranking.append(RankedOrder(order, most_hosts(layouts_in_order, hosts)))
     return sorted(ranking, key=lambda ranked: (ranked.numbers, ranked.order != requested))
 
 
