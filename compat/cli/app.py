@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.text import Text
 
 from compat.audit.recordings import read as read_reads
 from compat.cli import asking, prints
@@ -22,7 +21,6 @@ from compat.planned.job import JobError
 from compat.planned.layouts import LEVELS, SHARDS, has_experts, refuse_unknown_dims, shards_of
 from compat.planned.orders import dp_across, ranked_orders
 from hypergrid.files import bytes_of, decoded
-from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
 from hypergrid.show.diff import Dump, against_dump, difference
 
@@ -36,17 +34,16 @@ _MOST_ORDERS = 10  # that are printed; --json has all
 @as_json_flag
 def plan(subject: PlannedJob, rank: int | None, with_all: bool, as_json: bool) -> None:
     """Print the groups that will be created: how many, how large, across how many hosts."""
-    if rank is not None and rank not in subject.plan.window:
-        first = subject.plan.window[0]
-        last = subject.plan.window[-1]
-        raise LayoutError(f"there is no rank {rank}: they go from {first} to {last}.")
-    if as_json:
-        data = prints.as_data(subject) if rank is None else prints.of_rank(subject, rank)
-        prints.as_json(data)
-    elif rank is None:
-        prints.groups(prints.head(subject), subject, with_all)
+    if rank is not None:
+        data = prints.of_rank(subject, rank)
+        if as_json:
+            prints.as_json(data)
+        else:
+            prints.rank_and_groups(prints.head(subject), subject, data)
+    elif as_json:
+        prints.as_json(prints.as_data(subject))
     else:
-        prints.rank_and_groups(prints.head(subject), subject, rank)
+        prints.groups(prints.head(subject), subject, with_all)
 
 
 @layout_command
@@ -374,8 +371,6 @@ def verify(
                 click.echo(printable("\n".join([*changed, str(report)])))
             statuses.append(2 if report.refused else int(not report.agrees))
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, OSError) and error.filename is not None:
-            raise  # a file that cannot be read: the command's own sentence names it
         raise JobError(str(error) or type(error).__name__) from error
     return max(statuses)
 
@@ -391,12 +386,10 @@ def doctor() -> int:
     out = prints.console()
     status = 0
     for name, state, remedy in examined():
-        text = Text(f"{name:<20} ", style="bold")
-        out.print(text.append(state, style="not bold"), soft_wrap=True)
+        out.print(f"{name:<20} {state}", soft_wrap=True)
         if remedy:
             status = 1
-            indent = " " * 20
-            out.print(Text(f"{indent} -> {remedy}", style="yellow"), soft_wrap=True)
+            out.print(f"{'':<20} -> {remedy}", style="yellow", soft_wrap=True)
     return status
 
 

@@ -14,8 +14,6 @@ from compat.cli.prints import drop_output
 from compat.cli.source import planned_jobs
 from compat.planned.job import JobError
 from hypergrid import __version__
-from hypergrid.files import FileError
-from hypergrid.layout import LayoutError
 from hypergrid.messages import printable
 
 _LONGEST = 1000  # characters of an error
@@ -63,7 +61,7 @@ class _Commands(click.Group):
             sys.stdout.flush()
         except BrokenPipeError:
             drop_output()
-        except (LayoutError, JobError, FileError, OSError, ImportError) as error:
+        except (ValueError, OSError, ImportError) as error:
             click.echo(_sentence(error), err=True)
             status = 2
         context.exit(status)
@@ -129,5 +127,6 @@ def _sentence(error: Exception) -> str:
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename} cannot be opened: {error.strerror}."
+    # Cut before it is read by character, and after.
     sentence = printable(f"hypergrid: {message[:_LONGEST]}")
     return " ".join(sentence.split())[:_LONGEST]

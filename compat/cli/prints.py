@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
@@ -159,9 +159,9 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     )
 
 
-def rank_and_groups(out: Console, subject: PlannedJob, rank: int) -> None:
-    """One rank's coordinates and all its groups."""
-    data = of_rank(subject, rank)
+def rank_and_groups(out: Console, subject: PlannedJob, data: Mapping[str, Any]) -> None:
+    """One rank's coordinates and all its groups: the ``data`` of ``of_rank``."""
+    rank = data["rank"]
     for name in SHARDS:
         if name in data["coordinates"]:
             coordinate = subject.plan.layouts[name].trimmed.coordinate(rank)
@@ -230,14 +230,10 @@ def difference(out: Console, compared: Difference) -> None:
         out.print(
             f"{before} ranks become {after}; the {compared.common} that are in both are compared."
         )
-    moves = []
-    for move in compared.moved:
-        moves.append((move.layout, move.dim, span(move.sizes, " -> "), move.ranks))
+    moves = map(astuple, compared.moved)
     table(out, ("grid", "dim", ">size", ">ranks with another coordinate"), moves)
-    changes = []
-    for change in compared.regrouped:
-        changes.append((span(change.groups, " -> "), change.ranks, change.label))
-    table(out, (">groups", ">ranks with other members", "name"), changes)
+    changes = map(astuple, compared.regrouped)
+    table(out, ("name", ">groups", ">ranks with other members"), changes)
     for shard in compared.resharded:
         dims = " x ".join(shard.dims)
         layers = "experts" if shard.layout == "expert" else "dense layers"
@@ -324,7 +320,7 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
         grid.add_column(column.lstrip(">"), justify=align, overflow="fold")
         grid.columns[-1].min_width = 1 if is_number else None
     for row in rows:
-        cells = [cell if isinstance(cell, Text) else Text(str(cell)) for cell in row]
+        cells = list(map(_cell, row))
         for column_of_cell, cell in zip(grid.columns, cells, strict=True):
             cell.truncate(_LONGEST, overflow="ellipsis")
             if column_of_cell.min_width is not None:
@@ -332,6 +328,13 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
         grid.add_row(*cells)
     if grid.rows:
         out.print(grid)
+
+
+def _cell(value: object) -> Text:
+    """The text of a cell; a pair is a number before and after."""
+    if isinstance(value, tuple):
+        value = span(value, " -> ")
+    return value if isinstance(value, Text) else Text(str(value))
 
 
 def _indented(line: Text) -> Padding:

@@ -147,10 +147,7 @@ def of_job(job: Job) -> PlannedJob:
 
 def planned_jobs(plan: str | None, megatron: str | None, **flags: Any) -> list[PlannedJob]:
     """The layouts that a command line names: of a saved plan, or of each job that is started."""
-    try:
-        releases.follow(megatron)
-    except ValueError as error:
-        raise JobError(str(error)) from None
+    releases.follow(megatron)
     if plan is None:
         return [of_job(job) for job, _ in started(**flags)]
     ranks_per_host = flags.pop("gpus_per_node")

@@ -155,14 +155,15 @@ def head_of(script: str) -> dict[str, str]:
         except ValueError:
             raise JobError(f"the line #SBATCH {line} leaves a quote open. Close it.") from None
         for flag, row, values in options_of(words, rows)[0]:
-            if not flag and values[0] in ("hetjob", "packjob"):
+            value = values[0] if values else ""
+            if not flag and value in ("hetjob", "packjob"):
                 raise JobError(
                     "the job has several parts (#SBATCH hetjob), whose hosts differ. Give the "
                     "sizes instead of the script: --world-size 64 --tp 4."
                 )
-            if flag in ("-m", "--distribution") and values:
-                variables["SLURM_DISTRIBUTION"] = values[0]
-            number = _NUMBER.fullmatch(values[0]) if values else None
+            if flag in ("-m", "--distribution"):
+                variables["SLURM_DISTRIBUTION"] = value
+            number = _NUMBER.fullmatch(value)
             if row.meaning and number is not None:
                 numbers[row.meaning] = number[1]
     # SLURM computes it where the script does not say it.
