@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, astuple
@@ -122,14 +121,12 @@ def _counted(count: int, noun: str) -> str:
 def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     """The names and their groups; ``with_all`` also those that say nothing new."""
     rows = []
-    left_out = Counter[str]()
+    left_out = 0
     for summary in summaries(subject.plan, subject.hosts):
         largest = summary.size[1]
-        if largest == 1 and not with_all:
-            left_out["groups of one rank"] += 1
-            continue
-        if summary.same_as is not None and not with_all:
-            left_out["the ranks and the traffic of a name above"] += 1
+        says_nothing_new = largest == 1 or summary.same_as is not None
+        if says_nothing_new and not with_all:
+            left_out += 1
             continue
         label = Text(summary.label)
         if summary.same_as:
@@ -138,11 +135,9 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
         hosts = red(span(summary.hosts), summary.crossing > 0)
         rows.append((dims, span(summary.size), summary.groups, hosts, label))
     table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
-    parts = [
-        f"{_counted(count, 'name')} for {reason}" for reason, count in sorted(left_out.items())
-    ]
-    if parts:
-        out.print(f"\nLeft out: {', '.join(parts)}; --all prints them.")
+    if left_out:
+        names = _counted(left_out, "name")
+        out.print(f"\nLeft out: {names} of one-rank groups or of those of a name above; see --all.")
     note = "\nhosts: how many one group touches."
     if with_all:
         note += " = NAME: same ranks and traffic, could share communicators."
@@ -185,8 +180,7 @@ def findings(
 ) -> None:
     """Each finding: the fact, its cost and what to do; then what ``--allow`` names by ``rules``."""
     for finding in standing:
-        title = Text(f"{finding.severity}: ", _COLOURS[finding.severity])
-        out.print(title.append(finding.rule, "not bold default"))
+        out.print(f"{finding.severity}: {finding.rule}", style=_COLOURS[finding.severity])
         remedy = Text(f"-> {finding.remedy}", style="bold")
         for line in (Text(finding.what), Text(finding.cost), remedy):
             out.print(_indented(line))
@@ -290,8 +284,7 @@ def audit(recordings: Audit) -> None:
     """Wrong states first, then the table by package and file."""
     out = console()
     for problem in recordings.problems:
-        line = Text(f"{problem.kind}: ", "bold red")
-        out.print(line.append(problem.text, "not bold default"))
+        out.print(f"{problem.kind}: {problem.text}", style="bold red")
         reads = f"{problem.reads:,} reads on {len(problem.ranks)} ranks"
         out.print(f"  {reads}; {problem.example}\n", style="dim")
     rows = []
