@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -402,13 +401,12 @@ def _dump(text: str) -> Dump | None:
     return decoded(content, Dump, text)
 
 
-def _numbers(text: str | None) -> list[int] | None:
-    """The hosts of ``--hosts``: 4-6 are [4, 5, 6]."""
+def _numbers(text: str | None) -> range | None:
+    """The hosts of ``--hosts``: 4-6 are 4, 5 and 6."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", text)
-    if match is None:
+    first, _, last = text.partition("-")
+    last = last or first
+    if not first.isdecimal() or not last.isdecimal():
         raise JobError(f"--hosts {text} is neither a number nor a span such as 4-11.")
-    first = int(match[1])
-    last = int(match[2] or first)
-    return list(range(first, last + 1))
+    return range(int(first), int(last) + 1)

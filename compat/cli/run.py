@@ -176,14 +176,15 @@ def main() -> None:
     words = sys.argv[1:]
     outer = json.loads(os.environ.get(_OUTER, "[]"))
     try:
-        if _starts_a_job(words, bool(outer)):
-            _record([*outer, *words])
-        elif words[0].startswith("python"):
+        is_job = _starts_a_job(words, bool(outer))
+        if not is_job and words[0].startswith("python"):
             _start_python(words)
-        else:
+        elif not is_job:
             _start_inner(words, outer)
     except JobError:
-        # A flag that is not known: the reader refuses these words by name.
+        # The reader refuses these words, by name.
+        is_job = True
+    if is_job:
         _record([*outer, *words])
 
 
@@ -228,10 +229,8 @@ def _start_inner(words: Sequence[str], outer: Sequence[str]) -> None:
     rest = behind(launch, words)
     if not rest:
         return
-    # srun -n 2 a : -n 3 b
     if rest[0] == ":":
-        _record([*outer, *words])
-        return
+        raise JobError("srun -n 2 a : -n 3 b is a job of several parts")
     name, options = launch.programs[0]
     own_words = words[: len(words) - len(rest)]
     variables = dict(os.environ)

@@ -181,38 +181,30 @@ def _indivisible(
 
 def silent_losses(job: Job) -> Iterator[Finding]:
     """Findings: what Megatron's functions accept, and do otherwise than asked without a word."""
-    yield from _short_runs(job)
-    tensor = job.request().decoder.stride("tp")
-    if "user_buffers" in job.settings and tensor > 1:
+    decoder = job.request().decoder
+    tensor_stride = decoder.stride("tp")
+    if "user_buffers" in job.settings and tensor_stride > 1:
         yield Finding(
             "user-buffers",
             "error",
-            f"tp is not innermost: neighbours on tp are {tensor} ranks apart.",
+            f"tp is not innermost: neighbours on tp are {tensor_stride} ranks apart.",
             "Transformer Engine's user buffers (--tp-comm-overlap) take consecutive ranks for the "
             "tensor-parallel groups, whatever the groups are, and exchange with the wrong ones.",
             "Put tp first in the order, or leave out --tp-comm-overlap.",
         )
-
-
-def _short_runs(job: Job) -> Iterator[Finding]:
-    """Runs of data x context parallel ranks that are shorter than the size they are asked for by.
-
-    Of 10 ranks there are runs of 2, and of 4 ranks 4, 4 and 2.
-    """
     if not {"hybrid_context_parallel", "dynamic_context_parallel"} & set(job.arguments):
         return
-    members = job.request().decoder.dim_size(("dp", "cp"))
-    for size in reversed(run_sizes(members)):
-        last_run = members % size
-        if last_run:
-            yield Finding(
-                "hybrid-cp-size",
-                "error",
-                f"dp x cp is {members} ranks, which {size} does not divide: for size {size} the "
-                f"last group has {last_run}.",
-                f"Sequences on these ranks are cut for {size} ranks and exchanged among "
-                f"{last_run}. Megatron asks for an even number of ranks only "
-                f"(create_hybrid_dp_cp_groups in parallel_state.py).",
-                "Make dp x cp a power of two.",
-            )
-            return
+    members = decoder.dim_size(("dp", "cp"))
+    # Of 10 ranks there are runs of 2, and of 4 ranks 4, 4 and 2: the last one is shorter.
+    short = [size for size in run_sizes(members) if members % size]
+    if short:
+        size = short[-1]
+        yield Finding(
+            "hybrid-cp-size",
+            "error",
+            f"dp x cp is {members} ranks, which {size} does not divide: for size {size} the last "
+            f"group has {members % size}.",
+            f"Sequences are cut for {size} ranks and exchanged among fewer. Megatron asks for an "
+            f"even number only (create_hybrid_dp_cp_groups in parallel_state.py).",
+            "Make dp x cp a power of two.",
+        )
