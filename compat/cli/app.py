@@ -165,12 +165,12 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     for ranked in ranking:
         if ranked is not requested and ranked.numbers <= requested.numbers:
             better.append(ranked)
-    found = list(expensive(subject.layouts, place, places, better))
+    all_findings = list(expensive(subject.layouts, place, places, better))
     if subject.job is not None:
-        found = [*refusals(subject.job), *silent_losses(subject.job), *found]
-    found.sort(key=lambda finding: finding.severity)  # errors first, by the alphabet
-    allowed = [finding for finding in found if finding.rule in allow]
-    standing = [finding for finding in found if finding.rule not in allow]
+        all_findings = [*refusals(subject.job), *silent_losses(subject.job), *all_findings]
+    all_findings.sort(key=lambda finding: finding.severity)  # errors first, by the alphabet
+    allowed = [finding for finding in all_findings if finding.rule in allow]
+    standing = [finding for finding in all_findings if finding.rule not in allow]
     status = int(bool(standing))
     if as_json:
         data: dict[str, Any] = {}
@@ -180,7 +180,7 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
             data["orders"] = [asdict(ranked) for ranked in ranking]
         prints.as_json(data)
         return status
-    out = prints.head(subject, found)
+    out = prints.head(subject, all_findings)
     prints.findings(out, standing, allowed, allow)
     if suggest:
         prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")
@@ -209,8 +209,8 @@ def diff(before: str, after: Sequence[str], as_json: bool) -> int:
         if as_json:
             prints.as_json({"differences": differences})
         else:
-            found = "\n".join(differences) or f"{len(dumps)} dumps are as planned."
-            click.echo(printable(found))
+            text = "\n".join(differences) or f"{len(dumps)} dumps are as planned."
+            click.echo(printable(text))
         return int(bool(differences))
     if len(after) > 1:
         raise JobError("give two layouts, or one and any number of dumps.")

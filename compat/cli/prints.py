@@ -80,10 +80,10 @@ def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
     return {"rank": rank, "host": hosts.host(rank), "coordinates": coordinates, "groups": groups}
 
 
-def head(subject: PlannedJob, found: Sequence[Finding] = ()) -> Console:
+def head(subject: PlannedJob, printed_below: Sequence[Finding] = ()) -> Console:
     """The job in a line or two, and the assumptions; returns where to print the rest.
 
-    ``found`` is what is printed below.
+    ``printed_below`` are the findings of ``check``.
     """
     out = console()
     layouts = subject.layouts
@@ -99,7 +99,7 @@ def head(subject: PlannedJob, found: Sequence[Finding] = ()) -> Console:
     if subject.release:
         out.print(f"for megatron-core {subject.release}", style="dim")
     if subject.job is not None:
-        errors = " ".join(finding.what for finding in found if finding.severity == "error")
+        errors = " ".join(finding.what for finding in printed_below if finding.severity == "error")
         refused_flags = _FLAG.findall(errors)
         for reading, flags in subject.job.flags.items():
             # A flag changes no group, and Megatron refuses it all the same: its error says so.
