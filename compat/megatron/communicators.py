@@ -5,7 +5,7 @@ environment of UCC.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     _NETWORK: ("'IB' or 'Socket'", lambda value: isinstance(value, str)),
 }
+OPTIONS = tuple(_ALLOWED)
 
 # Limits against YAML bombs. There are about thirty groups of five options.
 _LONGEST = 1 << 20  # characters
@@ -95,6 +96,17 @@ def named_options(configs: Configs) -> dict[str, str]:
         for key, value in options.items():
             values[f"{shown(key)} of {where}"] = shown(value)
     return values
+
+
+def unread(configs: Configs, groups: Collection[str]) -> Iterator[str]:
+    """Sections of no group, and options that are not read, such as ``collnet_enable``; in words."""
+    for name in configs:
+        if name not in groups:
+            yield f"the section {shown(name)}"
+            continue
+        for key in _mapping(name, configs):
+            if key not in _ALLOWED:
+                yield f"{shown(key)} of {shown(name)}"
 
 
 def overwrite_nccl_comm_cfgs(

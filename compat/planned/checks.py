@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
+from compat.megatron import communicators
 from compat.megatron.rows import run_sizes
-from compat.planned.job import STRAY, WITHOUT_VALUE, Job
+from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
+from compat.planned.job import STRAY, WITHOUT_VALUE, Job, JobError
 from compat.planned.layouts import Layouts, groups_by_kind
 from compat.planned.orders import RankedOrder
 from hypergrid.summary import hosts_touched
@@ -192,6 +195,7 @@ def silent_losses(job: Job) -> Iterator[Finding]:
             "tensor-parallel groups, whatever the groups are, and exchange with the wrong ones.",
             "Put tp first in the order, or leave out --tp-comm-overlap.",
         )
+    yield from _unread_options(job)
     if not {"hybrid_context_parallel", "dynamic_context_parallel"} & set(job.arguments):
         return
     members = decoder.dim_size(("dp", "cp"))
@@ -208,3 +212,24 @@ def silent_losses(job: Job) -> Iterator[Finding]:
             f"even number only (create_hybrid_dp_cp_groups in parallel_state.py).",
             "Make dp x cp a power of two.",
         )
+
+
+def _unread_options(job: Job) -> Iterator[Finding]:
+    """Sections and options of the NCCL configuration that nobody reads."""
+    nccl_config = job.settings.get("nccl_config", "")
+    if Path(nccl_config).is_file():
+        groups = {row.options for row in (*ROWS, *EXTRA_ALL_GATHER)}
+        try:
+            configs = communicators.read_configs(nccl_config, None)
+            unread = list(communicators.unread(configs, groups))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise JobError(str(error)) from error
+        if unread:
+            yield Finding(
+                "nccl-config",
+                "warning",
+                f"{nccl_config} has {' and '.join(unread)}: no group reads that.",
+                "Megatron's get_nccl_options (parallel_state.py) ignores it without a word.",
+                f"Options are {', '.join(communicators.OPTIONS)}; groups are "
+                f"{', '.join(sorted(groups))}.",
+            )
