@@ -18,7 +18,7 @@ from compat.cli.source import PlannedJob, read, started
 from compat.planned.checks import expensive, refusals, silent_losses
 from compat.planned.job import JobError
 from compat.planned.layouts import LEVELS, SHARDS, has_experts, refuse_unknown_dims, shards_of
-from compat.planned.orders import ranked_orders
+from compat.planned.orders import dp_across, ranked_orders
 from hypergrid.files import bytes_of, decoded
 from hypergrid.messages import few, printable
 from hypergrid.show.diff import Dump, against_dump, difference
@@ -184,6 +184,9 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     prints.findings(out, standing, allowed, allow)
     if suggest:
         prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")
+        across = dp_across(ranking, requested, f"{place}s")
+        if across:
+            out.print(across)
     return status
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -70,3 +70,27 @@ def _in_order(order: str, layouts: Layouts) -> Layouts | None:
     if len(strides) > 1 or (len(data_sizes) > 1 and not order.endswith("pp")):
         return None
     return turned
+
+
+def dp_across(ranking: Sequence[RankedOrder], requested: RankedOrder, places: str) -> str:
+    """In words: the order in which dp alone leaves one of ``places``, or that there is none.
+
+    Empty without pipelines or data parallelism, as the ranking keeps the other groups inside, and
+    where the ``requested`` order does so already.
+
+    Hosts of 4 ranks, tp=2, pp=2, dp=2: under tp-pp-dp only dp touches two of them. Under tp-dp-pp,
+    which the ranking prefers, as dp sends more, only pp does.
+    """
+    kinds = [kind for kind in requested.hosts if not kind.endswith("dp")]
+    if "pp" not in kinds or "dp" not in requested.hosts:
+        return ""
+    keeping = []
+    for ranked in ranking:
+        if all(ranked.hosts[kind] == 1 for kind in kinds):
+            keeping.append(ranked)
+    named = ", ".join(kinds)
+    if not keeping:
+        return f"No order keeps groups of {named} inside {places}."
+    if requested in keeping:
+        return ""
+    return f"With order {keeping[0].order} groups of {named} stay inside {places}, and dp crosses."

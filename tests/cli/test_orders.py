@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
 from compat.planned.job import from_sizes
-from compat.planned.orders import ranked_orders
+from compat.planned.orders import dp_across, ranked_orders
 from hypergrid import GroupPlan, RankLayout
 from hypergrid.topology import Topology
 from tests.cli.test_cli import run
@@ -69,6 +69,18 @@ def test_the_ranking_is_that_of_counting_every_group_in_every_order(data, tp, cp
     hosts = topology(world, per_host)
 
     ranking = ranked_orders("tp-cp-ep-dp-pp", job.plan().layouts, hosts)
+
+    requested = next(ranked for ranked in ranking if ranked.order == "tp-cp-ep-dp-pp")
+    across = dp_across(ranking, requested, "hosts")
+    counts_inside = {
+        all(number == 1 for kind, number in counts.items() if not kind.endswith("dp"))
+        for counts in by_hand.values()
+        if counts is not None
+    }
+    if "No order keeps" in across:
+        assert True not in counts_inside
+    elif across:
+        assert True in counts_inside
 
     vectors = [ranked.numbers for ranked in ranking]
     assert vectors == sorted(vectors)
