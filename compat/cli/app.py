@@ -15,7 +15,7 @@ from compat.cli import asking, prints
 from compat.cli.command import app, as_json_flag, launch_command, layout_command
 from compat.cli.launch import taken_apart
 from compat.cli.source import PlannedJob, read, started
-from compat.planned.checks import expensive, refusals, silent_losses
+from compat.planned.checks import SEVERITIES, expensive, refusals, silent_losses
 from compat.planned.job import JobError
 from compat.planned.layouts import LEVELS, SHARDS, has_experts, refuse_unknown_dims, shards_of
 from compat.planned.orders import dp_across, ranked_orders
@@ -168,10 +168,10 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     all_findings = list(expensive(subject.layouts, place, places, better))
     if subject.job is not None:
         all_findings = [*refusals(subject.job), *silent_losses(subject.job), *all_findings]
-    all_findings.sort(key=lambda finding: finding.severity)  # errors first, by the alphabet
+    all_findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     allowed = [finding for finding in all_findings if finding.rule in allow]
     standing = [finding for finding in all_findings if finding.rule not in allow]
-    status = int(bool(standing))
+    status = int(any(finding.severity != "note" for finding in standing))
     if as_json:
         data: dict[str, Any] = {}
         data["findings"] = [asdict(finding) for finding in standing]
@@ -184,7 +184,7 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     prints.findings(out, standing, allowed, allow)
     if suggest:
         prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")
-        across = dp_across(ranking, requested, f"{place}s")
+        across = dp_across(ranking, requested, subject.layouts, places, f"{place}s")
         if across:
             out.print(across)
     return status

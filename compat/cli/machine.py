@@ -77,6 +77,9 @@ def _torch() -> Iterator[Row]:
 
     device = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
     yield Row("torch", f"{torch.__version__}, {device}")
+    backends = filter(torch.distributed.is_backend_available, ("nccl", "gloo", "mpi", "ucc"))
+    yield Row("backends", ", ".join(backends) or "none")
+    yield Row("creation", _creation())
     name = "torch's private parts"
     tested = f"tested with torch {of_torch.OLDEST} to {of_torch.NEWEST}"
     lacking = of_torch.lacking()
@@ -84,6 +87,27 @@ def _torch() -> Iterator[Row]:
         yield Row(name, "; ".join(lacking), f"Use a torch that is {tested}.")
     else:
         yield Row(name, f"all that are used are there; {tested}")
+
+
+def _creation() -> str:
+    """The way in which groups would be created here, and why, without a job."""
+    import torch.distributed as dist
+
+    from hypergrid.groups.creation import abilities
+    from hypergrid.of_torch import fake_store
+
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=1)
+    obstacle = abilities().obstacle
+    if is_alone:
+        dist.destroy_process_group()
+    if obstacle:
+        return f"everyone: {obstacle}"
+    return (
+        "members: each group by its members alone. A default group that is bound to a device "
+        "(init_process_group(device_id=...)) is split instead."
+    )
 
 
 def _megatron() -> Iterator[Row]:

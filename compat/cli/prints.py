@@ -39,7 +39,7 @@ _LONGEST = 1000  # characters of a name
 _SCHEMA = 1  # of what --json prints
 _MOST_LINES = 20  # of a verdict's reasons
 _FLAG = re.compile(r"--[\w-]+")
-_COLOURS = {"error": "bold red", "warning": "bold yellow"}
+_COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def as_data(subject: PlannedJob) -> dict[str, Any]:

@@ -36,11 +36,11 @@ _TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
 _OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
 _HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|{'|'.join(PARALLEL)}")
-_DIM = "(?:tp|pp|cp|ep|dp|etp|vp)p?"
+_DIM = "(tp|pp|cp|ep|dp|etp|vp)p?"
+_SIZE_OF_DIM = rf"(?:^|[-_.]){_DIM}[-_.]?size|size\w*[-_.]{_DIM}(?:$|[-_.])"
 # --my-parallel-sizes, --recipe; --tp_size, --size-of-pp
 _MAY_HOLD_SIZES = re.compile(
-    r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args"
-    rf"|(?:^|[-_.]){_DIM}[-_.]?size|size\w*[-_.]{_DIM}(?:$|[-_.])"
+    rf"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args|{_SIZE_OF_DIM}"
 )
 RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
 # Of two short names each is soon like the other.
@@ -119,14 +119,16 @@ class Reader:
     def finish(self) -> Job:
         """The job that was read. Sizes of several models are refused: only one can be the job."""
         prefixes = list(self._first_override)
-        is_open = self.prefix not in prefixes
-        if self.prefix is None:
-            is_open = len(prefixes) > 1
-        if prefixes and is_open:
+        if self.prefix is None and len(prefixes) > 1:
             overrides = " and ".join(self._first_override.values())
             raise JobError(
-                f"overrides of several models, or of another one than --prefix names, hold sizes: "
-                f"{overrides}. Choose one of these, such as --prefix {prefixes[0]}"
+                f"{overrides} are sizes of different models. Choose one, such as --prefix "
+                f"{prefixes[0]}"
+            )
+        if self.prefix is not None and prefixes and self.prefix not in prefixes:
+            raise JobError(
+                f"no override begins with {self.prefix}: sizes are those of "
+                f"{' and '.join(prefixes)}. Choose one of these by --prefix."
             )
         job = of_settings(self.settings)
         assumed = (_OF_OVERRIDES, *job.assumed) if prefixes else job.assumed
@@ -233,7 +235,15 @@ def _meant(flag: str) -> str:
     beginning = [size_flag for size_flag in _LONG_SIZES if size_flag.startswith(name)]
     # --tensor_model_parallel_size, which it does not take either, and two letters too few.
     alike = get_close_matches(name, _LONG_SIZES, 1, _ALIKE)
-    return (*beginning, *alike, "")[0] if len(name) >= _SHORTEST else ""
+    if len(name) >= _SHORTEST and (beginning or alike):
+        return (*beginning, *alike)[0]
+    # --tp_size, --size-of-pp
+    dim = re.search(_SIZE_OF_DIM, name)
+    if dim is None or "dp" in dim.groups():
+        return ""  # no flag holds the size of dp
+    row = SIZES[dim[1] or dim[2]]
+    # Of the names of a size the first is Megatron's.
+    return next(size_flag for size_flag, other in SIZES.items() if other.meaning == row.meaning)
 
 
 def _may_hold_sizes(option: Option) -> JobError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from compat.megatron import communicators
 from compat.megatron.rows import run_sizes
@@ -13,10 +14,12 @@ from compat.megatron.table import EXTRA_ALL_GATHER, ROWS
 from compat.planned.job import STRAY, WITHOUT_VALUE, Job, JobError
 from compat.planned.layouts import Layouts, groups_by_kind
 from compat.planned.orders import RankedOrder
+from hypergrid.messages import shown
 from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
-Severity: TypeAlias = Literal["error", "warning"]
+Severity: TypeAlias = Literal["error", "warning", "note"]
+SEVERITIES = get_args(Severity)
 
 # Kind of groups that should stay inside a host, and severity; and what it costs if they do not.
 _ACROSS: dict[tuple[str, Severity], str] = {
@@ -35,7 +38,8 @@ _ACROSS: dict[tuple[str, Severity], str] = {
 class Finding:
     """The finding of one rule.
 
-    An "error" will not run as asked, or runs many times slower; a "warning" costs time.
+    An "error" will not run as asked, or runs many times slower; a "warning" costs time; a "note"
+    may be intended.
     """
 
     rule: str
@@ -115,14 +119,6 @@ def refusals(job: Job) -> Iterator[Finding]:
             "expected one argument",
             "Set the variable, or leave the flag out.",
         )
-    stage_flags = sorted(flags & _VIRTUAL_STAGES)
-    if len(stage_flags) > 1:
-        yield _refused(
-            "virtual-stages",
-            f"{' and '.join(stage_flags)} both decide the number of virtual stages.",
-            "at most one of them can be set",
-            f"Leave {stage_flags[0]} out.",
-        )
     settings = job.settings
     request = job.request()
     expert_size = request.expert_model_parallel_size
@@ -148,20 +144,79 @@ def refusals(job: Job) -> Iterator[Finding]:
     yield from _indivisible(
         "num-attention-heads", settings, "the tensor-parallel size", tensor_size
     )
-    stages = request.pipeline_model_parallel_size
-    stages *= request.virtual_pipeline_model_parallel_size or settings.get("layers_per_stage", 1)
-    if "num-layers" in settings and not flags & _UNEVEN:
-        # The embedding and the loss may count as a layer each.
-        layers = settings["num-layers"]
-        layers += settings.get("with_embedding", 0) + settings.get("with_loss", 0)
-        divided = {"num-layers": layers}
-        yield from _indivisible(
-            "num-layers", divided, "stages x virtual stages, or x the layers of each", stages
-        )
+    yield from _refused_stages(job, flags)
     if not flags & _OTHER_BATCHES:
         batch = settings.get("micro-batch-size", 1) * request.decoder.dim_size("dp")
         batch_name = "--micro-batch-size x the data-parallel size"
         yield from _indivisible("global-batch-size", settings, batch_name, batch)
+
+
+def _refused_stages(job: Job, flags: Set[str]) -> Iterator[Finding]:
+    """Findings: stages of the pipeline that Megatron refuses, virtual ones and their layers."""
+    stage_flags = sorted(flags & _VIRTUAL_STAGES)
+    if len(stage_flags) > 1:
+        yield _refused(
+            "virtual-stages",
+            f"{' and '.join(stage_flags)} both decide the number of virtual stages.",
+            "at most one of them can be set",
+            f"Leave {stage_flags[0]} out.",
+        )
+    settings = job.settings
+    request = job.request()
+    pipeline_size = request.pipeline_model_parallel_size
+    layers_each = settings.get("layers_per_stage", 1)
+    # The embedding and the loss may count as a layer each.
+    layers = settings.get("num-layers", 0)
+    layers += settings.get("with_embedding", 0) + settings.get("with_loss", 0)
+    # From a checkpoint their number may come.
+    lacks_layers = "layers_per_stage" in settings and "--use-checkpoint-args" not in flags
+    if ("num-layers" in settings or lacks_layers) and not flags & _UNEVEN:
+        yield from _indivisible(
+            "num-layers",
+            {"num-layers": layers},
+            "stages x virtual stages, or x the layers of each",
+            pipeline_size * (request.virtual_pipeline_model_parallel_size or layers_each),
+        )
+    stages = pipeline_size
+    if "layers_per_stage" in settings and layers_each > 0:
+        stages = layers // layers_each
+    stage_layout = settings.get("stage_layout")
+    if stage_layout is not None:
+        stages = stages_of(stage_layout)
+    if stage_layout is not None and stages % pipeline_size:
+        yield _refused(
+            "stage-layout",
+            f"--pipeline-model-parallel-layout {shown(stage_layout)} has {stages} stages, and "
+            f"{pipeline_size} pipeline ranks do not divide them.",
+            "the stages must be a multiple of the pipeline ranks",
+            "Change the number of | in it, or --pipeline-model-parallel-size.",
+        )
+    if pipeline_size == 1 and stages > 1:
+        yield _refused(
+            "no-pipeline",
+            f"{stages} stages are asked for, and the pipeline has one rank.",
+            "virtual stages need several",
+            "Give --pipeline-model-parallel-size, or leave the stages out.",
+        )
+
+
+# A layer, or | between stages, or several in brackets; perhaps n times: t*3, (tt|)*29
+_REPEATED = r"(?:([EtmL|])|\(([EtmL|*\d]+)\)(?=\*))(?:\*(\d{1,6}))?"
+
+
+def stages_of(stage_layout: str) -> int:
+    """The number of stages in Megatron's layout of a pipeline: ``Et*3|(tt|)*2,L`` has four."""
+    text = stage_layout.replace(",", "")
+    if re.fullmatch(f"(?:{_REPEATED})*", text) is None:
+        raise JobError(
+            f"--pipeline-model-parallel-layout {shown(stage_layout)} is not read: layers are E, t, "
+            f"m and L, stages end with |, and t*3 or (tt|)*3 repeats."
+        )
+    stages = 1
+    for letter, repeated, times in re.findall(_REPEATED, text):
+        bars = 1 if letter == "|" else stages_of(repeated) - 1
+        stages += bars * int(times or 1)
+    return stages
 
 
 def _refused(rule: str, what: str, reason: str, remedy: str) -> Finding:
@@ -196,6 +251,17 @@ def silent_losses(job: Job) -> Iterator[Finding]:
             "Put tp first in the order, or leave out --tp-comm-overlap.",
         )
     yield from _unread_options(job)
+    own = [row.label for row in job.plan().rows if row.timeout is None]
+    has_timeout = "distributed_timeout_minutes" in job.arguments
+    if own and has_timeout and "one_timeout" not in job.settings:
+        yield Finding(
+            "own-timeout",
+            "note",
+            f"{', '.join(own)}: torch's own timeout, and not --distributed-timeout-minutes.",
+            "Megatron leaves it to torch: 10 minutes with NCCL and 30 with gloo. A hang in these "
+            "ends later, or earlier, than in the others.",
+            "Start with compat.launch --timeout MINUTES, or HYPERGRID_TIMEOUT: one for all groups.",
+        )
     if not {"hybrid_context_parallel", "dynamic_context_parallel"} & set(job.arguments):
         return
     members = decoder.dim_size(("dp", "cp"))

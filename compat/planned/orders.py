@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from compat.planned.layouts import SHARDS, Layouts, most_hosts
+import numpy as np
+
+from compat.planned.layouts import SHARDS, Layouts, has_experts, most_hosts
 from compat.swap.order import DIMS
 from hypergrid.layout import RankLayout
 from hypergrid.topology import Topology
@@ -72,11 +74,18 @@ def _in_order(order: str, layouts: Layouts) -> Layouts | None:
     return turned
 
 
-def dp_across(ranking: Sequence[RankedOrder], requested: RankedOrder, places: str) -> str:
-    """In words: the order in which dp alone leaves one of ``places``, or that there is none.
+def dp_across(
+    ranking: Sequence[RankedOrder],
+    requested: RankedOrder,
+    layouts: Layouts,
+    hosts: Topology,
+    places: str,
+) -> str:
+    """In words: the order in which dp alone leaves a host, or what makes that impossible.
 
     Empty without pipelines or data parallelism, as the ranking keeps the other groups inside, and
-    where the ``requested`` order does so already.
+    where the ``requested`` order does so already. ``layouts`` are those of the requested order, and
+    ``places`` what ``hosts`` are called.
 
     Hosts of 4 ranks, tp=2, pp=2, dp=2: under tp-pp-dp only dp touches two of them. Under tp-dp-pp,
     which the ranking prefers, as dp sends more, only pp does.
@@ -89,8 +98,26 @@ def dp_across(ranking: Sequence[RankedOrder], requested: RankedOrder, places: st
         if all(ranked.hosts[kind] == 1 for kind in kinds):
             keeping.append(ranked)
     named = ", ".join(kinds)
-    if not keeping:
-        return f"No order keeps groups of {named} inside {places}."
     if requested in keeping:
         return ""
-    return f"With order {keeping[0].order} groups of {named} stay inside {places}, and dp crosses."
+    if keeping:
+        order = keeping[0].order
+        return f"With order {order} groups of {named} stay inside {places}, and dp crosses."
+    sentence = f"No order keeps {named} inside {places} with dp across them"
+    ranks_of_place = int(np.bincount(hosts.numbers).max())
+    data_sizes = []
+    for name in SHARDS if has_experts(layouts) else ["decoder"]:
+        layout = layouts[name].trimmed
+        dims = [dim for dim in layout.dims if dim != "dp"]
+        ranks = layout.dim_size(dims)
+        if ranks_of_place % ranks or layout.offset % ranks:
+            return (
+                f"{sentence}: {' x '.join(dims)} of the {name} is {ranks} ranks, which do not fill "
+                f"{places} of {ranks_of_place}."
+            )
+        data_sizes.append(f"{name} {layout.size_of('dp')}")
+    # They would fill hosts, in an order that ends in dp.
+    return (
+        f"{sentence}. Megatron refuses an order that does not end in pp: the data-parallel sizes, "
+        f"{' and '.join(data_sizes)}, must be equal."
+    )

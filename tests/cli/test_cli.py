@@ -63,7 +63,7 @@ class Answer(NamedTuple):
             if line.startswith("! "):
                 assert line[2:] not in printed
             elif line.startswith("findings: "):
-                rules = re.findall(r"\b(?:error|warning): [a-z-]+", printed)
+                rules = re.findall(r"\b(?:error|warning|note): [a-z-]+", printed)
                 assert line == f"findings: {', '.join(rules) or 'none'}"
             else:
                 assert line in printed

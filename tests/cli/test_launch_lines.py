@@ -1,5 +1,6 @@
 """Launch commands: the job is read by the rules of its programs, or refused with a remedy."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from compat.cli.launch import job_of, taken_apart
 from compat.cli.line import Command, command_of
 from compat.cli.world import head_of
+from compat.planned.checks import stages_of
 from compat.planned.job import JobError, from_sizes
 from tests.cli.test_cli import run
 from tests.support import ROOT
@@ -155,3 +157,28 @@ def test_the_model_and_the_batch_are_read_and_change_no_group():
     assert job.flags["used"] == ["--nproc-per-node 8"]
     assert {"--num-experts", "--hidden-size"} <= {*job.flags["without effect"]}
     assert job.flags["not read"] == [] and job.plan() == job_in(RUN).plan()
+
+
+def stage_layouts(count):
+    """Stage layouts by chance, most of which Megatron reads."""
+    rng = random.Random(55)
+    for _ in range(count):
+        text = "E"
+        for _ in range(rng.randrange(8)):
+            part = rng.choice(["t", "|", "tt|", ",", "m", "(t|)", "(tt|t,)", "L"])
+            text += part + rng.choice(["", "", "*2", "*13"])
+        yield text
+
+
+def test_the_stages_of_a_layout_are_counted_as_megatron_counts_them():
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    read = 0
+    for text in stage_layouts(2000):
+        try:
+            stages = stages_of(text)
+        except JobError:
+            continue  # refused, as brackets that nothing repeats are
+        assert stages == PipelineParallelLayerLayout.get_num_stages_from_str(text), text
+        read += 1
+    assert read > 1000
