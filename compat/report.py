@@ -24,7 +24,7 @@ def report(state: ParallelState) -> str:
         return "hypergrid: no groups on this rank"
     request = planned_rows.request
     lines = [
-        _layouts(request),
+        f"rank {dist.get_rank()} of {request.decoder}; expert grid {request.expert}",
         _creation(pool),
         _choices(request),
         _timeouts(planned_rows),
@@ -36,26 +36,23 @@ def report(state: ParallelState) -> str:
     return "\n".join([*lines, *_groups(planned_rows, pool)])
 
 
-def _layouts(request: Request) -> str:
-    line = f"rank {dist.get_rank()} of {request.decoder.trimmed}"
-    line += f"; expert grid {request.expert.trimmed}"
-    return line
-
-
 def _creation(pool: GroupPool) -> str:
     sizes = [len(pooled.ranks) for pooled in pool.groups if pooled.shares is None]
     agreement = pool.agreement
-    line = f"{len(pool.groups)} groups on {len(sizes)} communicators, {sizes.count(1)} of one rank"
-    line += f", created by {agreement.way}"
+    parts = [
+        f"{len(pool.groups)} groups on {len(sizes)} communicators",
+        f"{sizes.count(1)} of one rank",
+        f"created by {agreement.way}",
+    ]
     if agreement.why:
-        line += f" ({agreement.why})"
+        parts[-1] += f" ({agreement.why})"
     if pool.policy.connect == "eager":
-        line += ", each connected at creation"
+        parts.append("each connected at creation")
     elif pool.policy.connect == "lazy" and agreement.lazy:
-        line += ", connected on first use"
+        parts.append("connected on first use")
     elif pool.policy.connect == "lazy":
-        line += ", connected at once: not every rank's torch can connect on first use"
-    return line
+        parts.append("connected at once: not every rank's torch can connect on first use")
+    return ", ".join(parts)
 
 
 def _choices(request: Request) -> str:
@@ -82,17 +79,17 @@ def _groups(planned_rows: PlannedRows, pool: GroupPool) -> Iterator[str]:
     rows = {planned.plan_row.label: planned for planned in planned_rows.rows}
     for pooled in pool.groups:
         dims = ""
-        backend = "default"
-        planned = rows.get(pooled.label)
+        backend = None
         # create_group() and its like create groups that are not planned.
+        planned = rows.get(pooled.label)
         if planned is not None:
-            plan_row = planned.plan_row
-            backend = plan_row.backend or "default"
-            dims = dims_in_words(long_dims(planned_rows.plan, plan_row), planned.table_row.pick)
+            backend = planned.plan_row.backend
+            long = long_dims(planned_rows.plan, planned.plan_row)
+            dims = dims_in_words(long, planned.table_row.pick)
             if planned.chosen is not None:
                 dims = "chosen"
-        line = f"  {pooled.label:<56} {dims:<17} {backend:<8} {len(pooled.ranks):>5} ranks: "
-        line += few(pooled.ranks)
-        if pooled.shares:
-            line += f"  = {pooled.shares}"
-        yield line
+        shares = f"  = {pooled.shares}" if pooled.shares else ""
+        yield (
+            f"  {pooled.label:<56} {dims:<17} {backend or 'default':<8} {len(pooled.ranks):>5} "
+            f"ranks: {few(pooled.ranks)}{shares}"
+        )

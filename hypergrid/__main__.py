@@ -13,8 +13,8 @@ from hypergrid.messages import install_command
 def main() -> None:
     """Run the command line."""
     try:
+        import click  # noqa: F401
         import rich  # noqa: F401
-        import typer  # noqa: F401
     except ImportError as error:
         how = install_command("cli")
         print(f"hypergrid: the command line needs {error.name}: {how}", file=sys.stderr)

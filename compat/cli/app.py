@@ -3,131 +3,86 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.text import Text
+import click
 
 from compat.audit.recordings import read as read_reads
 from compat.cli import asking, prints
-from compat.cli.command import Json, app, command
+from compat.cli.command import app, as_json_flag, launch_command, layout_command
 from compat.cli.launch import taken_apart
-from compat.cli.source import PlannedJob, Source, read, started
-from compat.planned.checks import Finding, by_severity, faults, findings, refusals, silent_losses
+from compat.cli.source import PlannedJob, read, started
+from compat.planned.checks import SEVERITIES, expensive, refusals, silent_losses
 from compat.planned.job import JobError
-from compat.planned.layouts import (
-    KNOWN_DIMS,
-    LEVELS,
-    SHARDS,
-    has_experts,
-    shards_of,
-    unknown_dims,
-)
+from compat.planned.layouts import LEVELS, SHARDS, has_experts, refuse_unknown_dims, shards_of
 from compat.planned.orders import dp_across, ranked_orders
-from hypergrid import __version__
-from hypergrid.layout import LayoutError
 from hypergrid.messages import few, printable
 from hypergrid.show.diff import difference
 
 __all__ = ["app"]
 _MOST_ORDERS = 10  # that are printed; --json has all
-_PRINTED = Path("-")  # a page that goes to standard output
 
 
-@app.callback(invoke_without_command=True)
-def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    """Options before the command."""
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@command()
-def plan(
-    subject: PlannedJob,
-    rank: Annotated[int | None, typer.Option(help="Only the groups of this rank.")] = None,
-    with_all: Annotated[
-        bool, typer.Option("--all", help="Groups of one rank, and names with the same groups, too.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+@layout_command
+@click.option("--rank", type=int, help="Only the groups of this rank.")
+@click.option("--all", "with_all", is_flag=True, help="Groups of one rank, and equal ones, too.")
+@as_json_flag
+def plan(subject: PlannedJob, rank: int | None, with_all: bool, as_json: bool) -> None:
     """Print the groups that will be created: how many, how large, across how many hosts."""
-    if rank is not None and rank not in subject.plan.window:
-        first = subject.plan.window[0]
-        last = subject.plan.window[-1]
-        raise LayoutError(f"there is no rank {rank}: they go from {first} to {last}.")
-    if as_json:
-        if rank is None:
-            prints.as_json(prints.as_data(subject))
-        else:
-            prints.as_json(prints.of_rank(subject, rank))
-        return
-    out = prints.head(subject)
     if rank is not None:
-        prints.rank_and_groups(out, subject, rank, with_all)
+        data = prints.of_rank(subject, rank)
+        if as_json:
+            prints.as_json(data)
+        else:
+            prints.rank_and_groups(prints.head(subject), subject, data)
+    elif as_json:
+        prints.as_json(prints.as_data(subject))
     else:
-        prints.groups(out, subject, with_all)
+        prints.groups(prints.head(subject), subject, with_all)
 
 
-@command()
+@layout_command
+@click.option("--by", help="The dim that colours show; tp if any.")
+@click.option("--hosts", help="Which hosts: 3, or 4-11.")
+@click.option("--html", help="Write one interactive page; - prints it.")
+@click.option("--png", type=Path, help="Write a picture.")
+@click.option("--svg", type=Path, help="Write a picture.")
 def show(
     subject: PlannedJob,
-    by: Annotated[str | None, typer.Option(help="The dim that colours show; tp if any.")] = None,
-    view: Annotated[
-        str | None, typer.Option(help="Which layout: decoder or expert, or one of a saved plan.")
-    ] = None,
-    hosts: Annotated[str | None, typer.Option(help="Which hosts: 3, or 4-11.")] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write one interactive page; - prints it.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    by: str | None,
+    hosts: str | None,
+    html: str | None,
+    png: Path | None,
+    svg: Path | None,
 ) -> None:
-    """Show the ranks of each host, by NVLink domain: a table, a picture, or a page."""
-    shown = _layout_shown(subject, view, by)
-    for path in (png, svg):
-        if path is not None:
-            only = None if view is None and by is None else shown
-            with prints.working(f"Drawing {path}"):
-                _write_picture(subject, path, only, by)
-    if html is not None:
-        with prints.working(f"Writing {html}"):
-            _write_page(subject, html, shown, by)
-    written = [str(path) for path in (html, png, svg) if path not in (None, _PRINTED)]
-    if written:
-        # Behind a page on standard output nothing may follow.
-        typer.echo(printable(f"wrote {', '.join(written)}"), err=html == _PRINTED)
-    elif html is None:
-        _print_table(subject, shown, by, hosts)
+    """Show the ranks of each host, by NVLink domain: a table, a picture, or a page.
 
-
-def _offered(subject: PlannedJob) -> list[str]:
-    """The layouts that users know, of those that this job has; the experts' if it has experts."""
+    The layout is that of dense layers, or with --by the first one in which this dim is larger than
+    1: --by ep shows that of experts.
+    """
+    shown = "decoder"
+    if by is not None:
+        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
+        layouts = subject.layouts.items()
+        larger = [name for name, layout in layouts if layout.size_of(by) > 1]
+        shown = (*larger, shown)[0]
     offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
     if not has_experts(subject.layouts):
         offered = [name for name in offered if name != "expert"]
-    return offered
-
-
-def _layout_shown(subject: PlannedJob, view: str | None, by: str | None) -> str:
-    """The layout of ``view``; else the first one in which the dim ``by`` is larger than 1.
-
-    Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
-    """
-    name = "decoder" if view is None else view
-    if view is None and by is not None:
-        larger = (other for other in _offered(subject) if subject.layouts[other].size_of(by) > 1)
-        name = next(larger, name)
-    if name not in subject.layouts:
-        raise LayoutError(f"there is no view {name!r}: there are {', '.join(subject.layouts)}.")
-    return name
+    pictures = [path for path in (png, svg) if path is not None]
+    for path in pictures:
+        _write_picture(subject, path, offered if by is None else [shown], by)
+    if html is not None:
+        _write_page(subject, html, shown, offered, by)
+    if html is None and not pictures:
+        _print_table(subject, shown, by, hosts)
+    for written in (*pictures, html):
+        if written not in (None, "-"):
+            # Behind a page on standard output nothing may follow.
+            click.echo(printable(f"wrote {written}"), err=html == "-")
 
 
 def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | None) -> None:
@@ -156,42 +111,41 @@ def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | No
     out.print(f"Ranks of one colour are one group over {by}; the last line numbers the groups.")
 
 
-def _write_picture(subject: PlannedJob, path: Path, only: str | None, by: str | None) -> None:
-    """Draw one layout, or all that are offered."""
+def _write_picture(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
+    """Draw these layouts."""
     from hypergrid.show.picture import picture
 
     plan = replace(subject.plan, layouts=subject.layouts)
-    names = _offered(subject) if only is None else [only]
-    picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
+    with prints.working(f"Drawing {path}"):
+        picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
 
 
-def _write_page(subject: PlannedJob, path: Path, first: str, by: str | None) -> None:
-    """Write the page of all layouts; it opens on the ``first``."""
+def _write_page(
+    subject: PlannedJob, path: str, first: str, offered: Sequence[str], by: str | None
+) -> None:
+    """Write the page of all layouts, which opens on the ``first``; ``-`` prints it."""
     from hypergrid.show.page import page
 
     if by is not None:
         subject.layouts[first].dim_size(by)  # refuses a dim that is not there
-    offered = _offered(subject)
     if "decoder" not in subject.plan.layouts:
         offered = list(subject.plan.layouts)
     names = [first, *(name for name in offered if name != first)]
-    text = page(subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by)
-    if path == _PRINTED:
-        typer.echo(text.encode(), nl=False)
+    with prints.working(f"Writing {path}"):
+        text = page(
+            subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by
+        )
+    if path == "-":
+        click.echo(text.encode(), nl=False)
     else:
-        path.write_text(text, "utf-8")
+        Path(path).write_text(text, "utf-8")
 
 
-@command()
-def check(
-    subject: PlannedJob,
-    suggest: Annotated[bool, typer.Option("--suggest", help="Rank all orders.")] = False,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RULE", help="A known finding, 'cp-before-tp'; repeatable."),
-    ] = None,
-    as_json: Json = False,
-) -> int:
+@layout_command
+@click.option("--suggest", is_flag=True, help="Rank all orders.")
+@click.option("--allow", multiple=True, metavar="RULE", help="A known finding; repeatable.")
+@as_json_flag
+def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: bool) -> int:
     """Check a layout: what Megatron refuses, which placements are expensive, which order avoids it.
 
     --suggest ranks all orders by how many hosts their groups touch.
@@ -199,64 +153,51 @@ def check(
     Exit status 1 if there is an error or a warning that --allow does not name, 0 if not, 2 if the
     layout cannot be read.
     """
-    unknown = unknown_dims(subject.layouts)
-    if unknown:
-        raise JobError(
-            f"cannot check this plan: {'; '.join(unknown)}, and the rules are for "
-            f"{', '.join(sorted(KNOWN_DIMS))}. Rename the dim to the one that it is, or use show."
-        )
+    refuse_unknown_dims(subject.layouts)
     # Inside an NVLink domain hosts are as near as the GPUs of one.
     places = subject.domains or subject.hosts
+    place = "NVLink domain" if subject.domains else "host"
     with prints.working("Ranking all orders"):
-        ranking = ranked_orders(subject.order, subject.layouts_in, places)
+        ranking = ranked_orders(subject.order, subject.layouts, places)
     requested = next(ranked for ranked in ranking if ranked.order == subject.order)
     better = []
     for ranked in ranking:
-        layouts = subject.layouts_in(ranked.order)
-        if layouts and ranked is not requested and ranked.numbers <= requested.numbers:
-            better.append((ranked.order, layouts))
-    results = findings(_faults_of(subject), subject.layouts, better)
+        if ranked is not requested and ranked.numbers <= requested.numbers:
+            better.append(ranked)
+    all_findings = list(expensive(subject.layouts, place, places, better))
     if subject.job is not None:
-        results = by_severity([*refusals(subject.job), *silent_losses(subject.job), *results])
-    allowed = [finding for finding in results if finding.rule in (allow or ())]
-    results = [finding for finding in results if finding not in allowed]
-    status = int(any(finding.severity != "note" for finding in results))
+        all_findings = [*refusals(subject.job), *silent_losses(subject.job), *all_findings]
+    all_findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    allowed = [finding for finding in all_findings if finding.rule in allow]
+    standing = [finding for finding in all_findings if finding.rule not in allow]
+    status = int(any(finding.severity != "note" for finding in standing))
     if as_json:
         data: dict[str, Any] = {}
-        data["findings"] = [asdict(finding) for finding in results]
+        data["findings"] = [asdict(finding) for finding in standing]
         data["allowed"] = [asdict(finding) for finding in allowed]
         if suggest:
             data["orders"] = [asdict(ranked) for ranked in ranking]
         prints.as_json(data)
         return status
-    out = prints.head(subject, [*results, *allowed])
-    prints.findings(out, results, allow or (), allowed)
+    out = prints.head(subject, all_findings)
+    prints.findings(out, standing, allowed, allow)
     if suggest:
-        out.print()
-        kind = "NVLink domains" if subject.domains else "hosts"
-        prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), kind)
-        inside = dp_across(ranking, requested, subject.layouts, subject.refusal_of, places, kind)
-        if inside:
-            out.print(inside)
+        prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")
+        across = dp_across(ranking, requested, subject.layouts, places, f"{place}s")
+        if across:
+            out.print(across)
     return status
 
 
-def _faults_of(subject: PlannedJob) -> partial[Iterator[Finding]]:
-    return partial(
-        faults,
-        hosts=subject.hosts,
-        domains=subject.domains,
-        user_buffers=subject.job is not None and subject.job.user_buffers,
-    )
-
-
-@command(ignore_unknown_options=True)  # sizes are one argument
-def diff(
-    before: Annotated[str, typer.Argument(help="A saved plan, or sizes: '--world-size 8 --tp 2'.")],
-    after: Annotated[str, typer.Argument(help="Another one.")],
-    as_json: Json = False,
-) -> int:
+# Sizes are one argument, '--world-size 8 --tp 2'.
+@app.command(context_settings={"ignore_unknown_options": True})
+@click.argument("before")
+@click.argument("after")
+@as_json_flag
+def diff(before: str, after: str, as_json: bool) -> int:
     """Compare two layouts: which ranks and groups change, and what that means for a checkpoint.
+
+    BEFORE and AFTER are saved plans, or sizes: '--world-size 8 --tp 2'.
 
     Exit status 0 if nothing differs, 1 if something does.
     """
@@ -267,43 +208,38 @@ def diff(
         prints.as_json(asdict(compared))
     else:
         prints.difference(prints.console(), compared)
-    return 0 if compared.is_empty else 1
+    return int(not compared.is_empty)
 
 
-@command()
-def diagnose(
-    directory: Annotated[Path, typer.Argument(help="Where the job left its flight recorders.")],
-    ask: Annotated[
-        bool, typer.Option("--ask", help="Have the ranks, on all hosts, write first.")
-    ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write one interactive page.")] = None,
-    as_json: Json = False,
-) -> int:
+@app.command()
+@click.argument("directory", type=Path)
+@click.option("--ask", is_flag=True, help="Have the ranks, on all hosts, write first.")
+@click.option("--html", type=Path, help="Write one interactive page.")
+@as_json_flag
+def diagnose(directory: Path, ask: bool, html: Path | None, as_json: bool) -> int:
     """Find the rank that everyone waits for in a job that hangs, from the files of its ranks.
 
-    With --ask the ranks of a running job, which record by hypergrid.record, write before the files
-    are read: within five seconds. A rank that does not is named after twenty.
+    DIRECTORY is where the job left its flight recorders. With --ask the ranks of a running job,
+    which record by hypergrid.record, write before the files are read: within five seconds. A rank
+    that does not is named after twenty.
 
     Exit status 0 if nothing is wrong, 1 if something is, 2 if there is nothing to read.
     """
     from hypergrid.hangs import reading, verdict
 
     if not directory.is_dir():
-        raise JobError(f"there is no directory {directory}{': it is a file' * directory.exists()}.")
+        raise JobError(f"there is no directory {directory}.")
     silent_ranks = asking.ask(directory) if ask else []
     with prints.progress("Reading") as progress:
         recordings = reading.read(directory, os.cpu_count() or 1, progress)
-    # Of a rank whose script has ended, nobody expects an answer.
-    silent_ranks = [
-        rank
-        for rank in silent_ranks
-        if rank not in recordings.ranks or not recordings.ranks[rank].ended
-    ]
+    for rank in list(silent_ranks):
+        # Of a rank whose script has ended, nobody expects an answer.
+        if rank in recordings.ranks and recordings.ranks[rank].ended:
+            silent_ranks.remove(rank)
     if silent_ranks:
-        ranks = f"ranks {few(silent_ranks)} were"
-        if len(silent_ranks) == 1:
-            ranks = f"rank {silent_ranks[0]} was"
-        recordings.problems.append(f"{ranks} asked and did not write.")
+        recordings.problems.append(
+            f"these ranks were asked and did not write: {few(silent_ranks)}."
+        )
     if not recordings.ranks:
         raise JobError(
             f"{directory} has no dump of a rank: trace_RANK, groups_RANK.json or stack_RANK.json. "
@@ -323,17 +259,16 @@ def diagnose(
         data = page_data(recordings, result)
         text = page(drawn, hosts_of(recordings, drawn), title, job=data)
         html.write_text(text, "utf-8")
-    return 0 if result.ok else 1
+    return int(not result.ok)
 
 
-@command()
-def audit(
-    directory: Annotated[Path, typer.Argument(help="Where the ranks left their recordings.")],
-    as_json: Json = False,
-) -> int:
+@app.command()
+@click.argument("directory", type=Path)
+@as_json_flag
+def audit(directory: Path, as_json: bool) -> int:
     """Count the reads of parallel_state, and name the code that reads the wrong state.
 
-    From what ranks left in the directory of HYPERGRID_AUDIT.
+    From what ranks left in DIRECTORY, that of HYPERGRID_AUDIT.
 
     Exit status 0 if nothing is wrong, 1 if a wrong state was read, 2 if there is nothing to read.
     """
@@ -345,30 +280,41 @@ def audit(
     return int(bool(recordings.problems))
 
 
-@command()
+@launch_command
+@click.option(
+    "--checkout",
+    required=True,
+    type=Path,
+    metavar="DIR",
+    help="A checkout of Megatron-LM: its parser runs.",
+)
+@click.option("--world-size", type=int, help="Ranks of the job, instead of the command's.")
+@click.option(
+    "--allow",
+    multiple=True,
+    metavar="PATTERN",
+    help="A known finding, 'gradient *.bias'; repeatable.",
+)
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="DIM",
+    help="A dim that keeps the job's size, 'tp'; repeatable.",
+)
+@click.option(
+    "--no-search",
+    is_flag=True,
+    help="Do not search for the smallest layout that differs, nor for lost results.",
+)
+@as_json_flag
 def verify(
-    source: Source | None,
-    checkout: Annotated[
-        Path, typer.Option(metavar="DIR", help="A checkout of Megatron-LM: its parser runs.")
-    ],
-    world_size: Annotated[
-        int | None, typer.Option(help="Ranks of the job, instead of those of the command.")
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="A known finding, 'gradient *.bias'; repeatable."),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DIM", help="A dim that keeps the job's size, 'tp'; repeatable."),
-    ] = None,
-    search: Annotated[
-        bool,
-        typer.Option(
-            help="Search for the smallest layout that differs, or lost results that stay unseen."
-        ),
-    ] = True,
-    as_json: Json = False,
+    checkout: Path,
+    world_size: int | None,
+    allow: Sequence[str],
+    keep: Sequence[str],
+    no_search: bool,
+    as_json: bool,
+    **launch: Any,
 ) -> int:
     """Compare a training step in the layout of a launch with the same step on one rank.
 
@@ -378,58 +324,42 @@ def verify(
 
     Exit status 0 if nothing differs, 1 if something does, 2 if the layout cannot be verified.
     """
-    if source is None:
-        raise JobError(
-            "there is no command to verify: hypergrid verify --checkout DIR -- torchrun ..."
-        )
-    # Python would end with status 1, which says that something differs.
-    try:
-        return _verified(source, checkout, world_size, allow or (), keep or (), search, as_json)
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, OSError) and error.filename is not None:
-            raise  # a file that cannot be read: the command's own sentence names it
-        raise JobError(str(error) or type(error).__name__) from error
-
-
-def _verified(
-    source: Source,
-    checkout: Path,
-    world_size: int | None,
-    allow: Sequence[str],
-    keep: Sequence[str],
-    search: bool,
-    as_json: bool,
-) -> int:
     from compat.cli.machine import refuse_without_torch
 
-    refuse_without_torch()
-    from compat.verification.launch import verify_line
-
     statuses = []
-    for job, command_of_job in started(source, world_size=world_size):
-        order = job.arguments.get("order")
-        launch = taken_apart(command_of_job.words)
-        with prints.working("Training steps on one rank and in the layout"):
-            changed, report = verify_line(
-                launch.script or "",
-                launch.words,
-                job.world_size,
-                checkout,
-                order=order,
-                allow=allow,
-                keep=keep,
-                smallest=search,
-                listen=lambda text: typer.echo(printable(text), err=True),
-            )
-        if as_json:
-            prints.as_json({"changed": changed, **report.as_dict()})
-        else:
-            typer.echo(printable("\n".join([*changed, str(report)])))
-        statuses.append(2 if report.refused else int(not report.agrees))
+    # Python would end with status 1, which says that something differs.
+    try:
+        jobs = started(world_size=world_size, **launch)
+        refuse_without_torch()
+        from compat.verification.launch import verify_line
+
+        for job, command in jobs:
+            if not command.words:
+                raise JobError("there is no command: hypergrid verify --checkout DIR -- torchrun")
+            taken = taken_apart(command.words)
+            with prints.working("Training steps on one rank and in the layout"):
+                changed, report = verify_line(
+                    taken.script or "",
+                    taken.words,
+                    job.world_size,
+                    checkout,
+                    order=job.arguments.get("order"),
+                    allow=allow,
+                    keep=keep,
+                    smallest=not no_search,
+                    listen=lambda text: click.echo(printable(text), err=True),
+                )
+            if as_json:
+                prints.as_json({"changed": changed, **report.as_dict()})
+            else:
+                click.echo(printable("\n".join([*changed, str(report)])))
+            statuses.append(2 if report.refused else int(not report.agrees))
+    except (Exception, KeyboardInterrupt) as error:
+        raise JobError(str(error) or type(error).__name__) from error
     return max(statuses)
 
 
-@command()
+@app.command()
 def doctor() -> int:
     """Check this machine: versions, how groups would be created, whether the swap works.
 
@@ -440,22 +370,19 @@ def doctor() -> int:
     out = prints.console()
     status = 0
     for name, state, remedy in examined():
-        text = Text(f"{name:<20} ", style="bold")
-        out.print(text.append(state, style="not bold"), soft_wrap=True)
+        out.print(f"{name:<20} {state}", soft_wrap=True)
         if remedy:
             status = 1
-            indent = " " * 20
-            out.print(Text(f"{indent} -> {remedy}", style="yellow"), soft_wrap=True)
+            out.print(f"{'':<20} -> {remedy}", style="yellow", soft_wrap=True)
     return status
 
 
-def _numbers(text: str | None) -> list[int] | None:
-    """The hosts of ``--hosts``: 4-6 are [4, 5, 6]."""
+def _numbers(text: str | None) -> range | None:
+    """The hosts of ``--hosts``: 4-6 are 4, 5 and 6."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6})?)?", text)
-    if match is None:
+    first, _, last = text.partition("-")
+    last = last or first
+    if not first.isdecimal() or not last.isdecimal():
         raise JobError(f"--hosts {text} is neither a number nor a span such as 4-11.")
-    first = int(match[1])
-    last = int(match[2] or first)
-    return list(range(first, last + 1))
+    return range(int(first), int(last) + 1)

@@ -26,14 +26,15 @@ def ask(directory: Path, seconds: float = 20) -> list[int]:
             rank = int(match[1])
             written_before[rank] = _written_time(directory, rank)
     replace(directory / _REQUEST, b"")
-    silent_ranks = sorted(written_before)
     end = time.monotonic() + seconds
-    while silent_ranks and time.monotonic() < end:
+    while True:
+        silent_ranks = []
+        for rank, before in written_before.items():
+            if _written_time(directory, rank) == before:
+                silent_ranks.append(rank)
+        if not silent_ranks or time.monotonic() > end:
+            return sorted(silent_ranks)
         time.sleep(0.1)
-        for rank in list(silent_ranks):
-            if _written_time(directory, rank) != written_before[rank]:
-                silent_ranks.remove(rank)
-    return silent_ranks
 
 
 def _written_time(directory: Path, rank: int) -> int:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from compat.cli.line import ASSIGNMENT, Command
 from compat.cli.reader import OF_SCRIPT, RANKS_BESIDE, Option, Reader, options_of
 from compat.cli.world import LAUNCHERS, read_programs
 from compat.planned.flags import Flag, flags_of
-from compat.planned.job import SIZES, Job, JobError, of_settings, settings_of
+from compat.planned.job import SIZES, Job, JobError, settings_of
 
 SHELLS = ("bash", "sh")
 _PROGRAMS = flags_of("programs")
@@ -149,12 +149,4 @@ def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
             table[name] = Flag("1")
     for option in options_of(launch.words, table)[0]:
         reader.read(option, reader.settings)
-    reader.finish()
-    job = of_settings(reader.settings)
-    return replace(
-        job,
-        assumed=(*reader.assumed, *job.assumed),
-        flags=reader.flags,
-        stray=tuple(reader.stray),
-        without_value=tuple(reader.without_value),
-    )
+    return reader.finish()

@@ -29,10 +29,6 @@ _DECIDED = re.compile(
     )*""",
     re.X,
 )
-_WAYS = (
-    "Put `hypergrid check --` before the command where your shell knows the values, or give its "
-    "script to `hypergrid check --run SCRIPT`."
-)
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,18 @@ def command_of(line: str) -> Command:
     line = line.strip(" \t\n")
     decided = _DECIDED.match(line)
     assert decided is not None  # it may be empty
-    if decided.end() < len(line):
-        raise _not_decided(line, decided.end())
+    place = decided.end()
+    if place < len(line):
+        # The word that the shell would change: 'a'$X"b", of which the place is that of $. Of a
+        # second line it is the first word.
+        start = max(line.rfind(blank, 0, place + 1) for blank in " \t\n") + 1
+        word = re.split("[ \t\n]", line[start:], maxsplit=1)[0]
+        raise JobError(
+            f"a shell would not leave {shown(word)} of the launch line as it is: it expands it, or "
+            f"reads on. Close quotes, join lines by a backslash at their ends, put `hypergrid "
+            f"check --` before the command where your shell knows the values, or give its script "
+            f"to `hypergrid check --run SCRIPT`."
+        )
     joined = line.replace("\\\n", "")
     words = shlex.split(joined)
     # A quoted name, 'A'=1, is a command of that name: only the words as written tell.
@@ -66,21 +72,3 @@ def command_of(line: str) -> Command:
         first += 1
     variables = dict(word.split("=", 1) for word in words[:first])
     return Command(words[first:], variables)
-
-
-def _not_decided(line: str, place: int) -> JobError:
-    """The refusal of a line at the place up to which its words are decided."""
-    if line[place] == "\n":
-        return JobError(
-            "the launch line has several lines. Join them by a backslash at the end of each, or "
-            "give the script to `hypergrid check --run SCRIPT`."
-        )
-    if line[place] in "'\"\\" and "$" not in line[place:] and "`" not in line[place:]:
-        return JobError(
-            f"the launch line has a quote or a backslash that is left open: {shown(line[place:])}. "
-            f"Close it, or put `hypergrid check --` before the command in your shell."
-        )
-    # The word that the shell would change: 'a'$X"b", of which the place is that of $.
-    start = max(line.rfind(blank, 0, place) for blank in " \t\n") + 1
-    word = line[start:].split(maxsplit=1)[0]
-    return JobError(f"a shell would expand {shown(word)} in the launch line. {_WAYS}")

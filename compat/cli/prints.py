@@ -6,15 +6,14 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, astuple
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.padding import Padding
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -22,11 +21,11 @@ from rich.text import Text
 from compat.audit.recordings import Audit
 from compat.cli.source import PlannedJob
 from compat.planned.checks import Finding
+from compat.planned.job import WITHOUT_EFFECT
 from compat.planned.layouts import SHARDS, has_experts
 from compat.planned.orders import RankedOrder
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, one_line, printable
-from hypergrid.policy import Policy
 from hypergrid.show.diff import Difference
 from hypergrid.summary import (
     communicators,
@@ -39,9 +38,8 @@ from hypergrid.summary import (
 _LONGEST = 1000  # characters of a name
 _SCHEMA = 1  # of what --json prints
 _MOST_LINES = 20  # of a verdict's reasons
-_MOST_NAMES = 4  # of the functions that a file reads
 _FLAG = re.compile(r"--[\w-]+")
-_COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
+_COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def as_data(subject: PlannedJob) -> dict[str, Any]:
@@ -55,7 +53,6 @@ def as_data(subject: PlannedJob) -> dict[str, Any]:
         data["megatron"] = subject.release.partition(" ")[0]
     counts = communicators(subject.plan)
     data["groups"] = [asdict(summary) for summary in summaries(subject.plan, subject.hosts)]
-    data["groups_of_a_rank"] = counts["none"]
     data["communicators_of_a_rank"] = counts
     data["communicators_of_one_rank"] = communicators(subject.plan, of_one_rank=True)
     return data
@@ -83,78 +80,64 @@ def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
     return {"rank": rank, "host": hosts.host(rank), "coordinates": coordinates, "groups": groups}
 
 
-def head(subject: PlannedJob, found: Sequence[Finding] = ()) -> Console:
+def head(subject: PlannedJob, printed_below: Sequence[Finding] = ()) -> Console:
     """The job in a line or two, and the assumptions; returns where to print the rest.
 
-    ``found`` is what is printed below.
+    ``printed_below`` are the findings of ``check``.
     """
     out = console()
     layouts = subject.layouts
-    ranks = layouts["decoder"].size
-    hosts = len(subject.hosts.names)
+    rank_count = _counted(layouts["decoder"].size, "rank")
+    host_count = _counted(len(subject.hosts.names), "host")
     sizes = sizes_in_words(layouts["decoder"])
-    rank_count = _counted(ranks, "rank")
-    host_count = _counted(hosts, "host")
     out.print(f"{rank_count} on {host_count} of {subject.ranks_per_host}: {sizes}")
-    if subject.nvlink_domain is not None:
-        # The last domain may have fewer hosts than the others.
-        hosts_of_domain = Counter(subject.within.values())
-        smallest = min(hosts_of_domain.values())
-        largest = max(hosts_of_domain.values())
-        domains = _counted(len(hosts_of_domain), "NVLink domain")
-        out.print(f"{domains} of {span((smallest, largest))} hosts")
+    if subject.domains is not None:
+        domain_count = _counted(len(subject.domains.names), "NVLink domain")
+        out.print(f"{domain_count} of {subject.nvlink_domain} GPUs")
     if has_experts(layouts):
         out.print(f"experts: {sizes_in_words(layouts['expert'])}")
-    _rests_on(out, subject, found)
-    return out
-
-
-def _counted(count: int, noun: str) -> str:
-    """``1 host``, ``2 hosts``."""
-    if count > 1:
-        noun += "s"
-    return f"{count} {noun}"
-
-
-def _rests_on(out: Console, subject: PlannedJob, found: Sequence[Finding]) -> None:
-    """The release, the flags of the launch line by how they were read, and the assumptions."""
-    # A flag changes no group, and Megatron refuses it all the same: its error says so.
-    refused = set[str]()
-    for finding in found:
-        if finding.severity == "error":
-            refused.update(_FLAG.findall(finding.what))
     if subject.release:
         out.print(f"for megatron-core {subject.release}", style="dim")
     if subject.job is not None:
-        for reading, read_flags in subject.job.flags.items():
-            flags = read_flags
-            if reading == "without effect":
-                flags = [flag for flag in read_flags if flag.partition(" ")[0] not in refused]
+        errors = " ".join(finding.what for finding in printed_below if finding.severity == "error")
+        refused_flags = _FLAG.findall(errors)
+        for reading, flags in subject.job.flags.items():
+            # A flag changes no group, and Megatron refuses it all the same: its error says so.
+            if reading == WITHOUT_EFFECT:
+                flags = [flag for flag in flags if flag not in refused_flags]
             if flags:
                 out.print(one_line(f"{reading}: {', '.join(flags)}"), style="dim")
     for sentence in subject.assumed:
         out.print(f"assumed: {sentence}", style="dim")
     out.print()
+    return out
+
+
+def _counted(count: int, noun: str) -> str:
+    """``1 host``, ``2 hosts``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     """The names and their groups; ``with_all`` also those that say nothing new."""
     rows = []
-    left_out = Counter[str]()
+    left_out = 0
     for summary in summaries(subject.plan, subject.hosts):
-        reason = _says_nothing_new(summary.size[1], summary.same_as)
-        if reason and not with_all:
-            left_out[reason] += 1
+        largest = summary.size[1]
+        says_nothing_new = largest == 1 or summary.same_as is not None
+        if says_nothing_new and not with_all:
+            left_out += 1
             continue
         label = Text(summary.label)
         if summary.same_as:
             label.append(f"\n  = {summary.same_as}", style="dim")
-        dims = dims_in_words(summary.dims, summary.pick, summary.size[1])
-        # A row of which a group touches several hosts is red.
+        dims = dims_in_words(summary.dims, summary.pick, largest)
         hosts = red(span(summary.hosts), summary.crossing > 0)
         rows.append((dims, span(summary.size), summary.groups, hosts, label))
     table(out, ("dims", ">ranks", ">groups", ">hosts", "name"), rows)
-    _print_left_out(out, left_out)
+    if left_out:
+        names = _counted(left_out, "name")
+        out.print(f"\nLeft out: {names} of one-rank groups or of those of a name above; see --all.")
     note = "\nhosts: how many one group touches."
     if with_all:
         note += " = NAME: same ranks and traffic, could share communicators."
@@ -171,77 +154,43 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     )
 
 
-def _says_nothing_new(size: int, same_as: str | None) -> str | None:
-    """Why a table leaves out a name whose largest group has this size; None if it does not."""
-    if size == 1:
-        return "groups of one rank"
-    if same_as is not None:
-        return "the ranks and the traffic of a name above"
-    return None
-
-
-def _print_left_out(out: Console, left_out: Counter[str]) -> None:
-    """How many names were left out, by reason."""
-    parts = [f"{_counted(count, 'name')} for {why}" for why, count in sorted(left_out.items())]
-    if parts:
-        out.print(f"\nLeft out: {', '.join(parts)}; --all prints them.")
-
-
-def rank_and_groups(out: Console, subject: PlannedJob, rank: int, with_all: bool) -> None:
-    """One rank's coordinates and its groups; ``with_all`` also those that say nothing new."""
-    data = of_rank(subject, rank)
-    host = data["host"]
+def rank_and_groups(out: Console, subject: PlannedJob, data: Mapping[str, Any]) -> None:
+    """One rank's coordinates and all its groups: the ``data`` of ``of_rank``."""
+    rank = data["rank"]
     for name in SHARDS:
         if name in data["coordinates"]:
             coordinate = subject.plan.layouts[name].trimmed.coordinate(rank)
             numbers = [f"{dim}={number}" for dim, number in coordinate.items()]
-            place = ", ".join(numbers) or "alone"
-            out.print(f"rank {rank} on {host}, {name}: {place}")
-    if not data["groups"]:
-        out.print(f"rank {rank} on {host} is in no group.")
-        return
+            out.print(f"rank {rank} on {data['host']}, {name}: {', '.join(numbers) or 'alone'}")
     rows = []
-    left_out = Counter[str]()
-    shared = subject.plan.sharing(rank, Policy(share="all"))
-    for group, (*_, same_as) in zip(data["groups"], shared, strict=True):
+    for group in data["groups"]:
         ranks = group["ranks"]
-        reason = _says_nothing_new(len(ranks), same_as)
-        if reason and not with_all:
-            left_out[reason] += 1
-            continue
         hosts = len(group["hosts"])
         dims = dims_in_words(group["dims"], size=len(ranks))
-        label = Text(group["label"])
-        label.append(f"\n  {few(ranks)}", style="dim")
-        crossing = hosts > 1
-        rows.append((dims, len(ranks), red(hosts, crossing), label))
+        label = Text(group["label"]).append(f"\n  {few(ranks)}", style="dim")
+        rows.append((dims, len(ranks), red(hosts, hosts > 1), label))
     table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
-    _print_left_out(out, left_out)
 
 
 def findings(
     out: Console,
     standing: Sequence[Finding],
-    rules: Sequence[str] = (),
-    allowed: Sequence[Finding] = (),
+    allowed: Sequence[Finding],
+    rules: Sequence[str],
 ) -> None:
     """Each finding: the fact, its cost and what to do; then what ``--allow`` names by ``rules``."""
-    for number, finding in enumerate(standing):
-        if number:
-            out.print()
-        title = Text(f"{finding.severity}: ", _COLOURS[finding.severity])
-        out.print(title.append(finding.rule))
+    for finding in standing:
+        out.print(f"{finding.severity}: {finding.rule}", style=_COLOURS[finding.severity])
         remedy = Text(f"-> {finding.remedy}", style="bold")
         for line in (Text(finding.what), Text(finding.cost), remedy):
             out.print(_indented(line))
+        out.print()
     if not standing:
-        out.print("No findings that are not allowed." if allowed else "No findings.")
-    allowed_rules = set[str]()
+        out.print("No findings that are not allowed.\n" if allowed else "No findings.\n")
     for finding in allowed:
-        allowed_rules.add(finding.rule)
-        out.print(f"\nallowed: {finding.rule}. {finding.what}")
-    for rule in sorted(set(rules) - allowed_rules):
-        out.print(f"\nallowed, and not found: {rule}")
+        out.print(f"allowed: {finding.rule}. {finding.what}")
+    for rule in sorted(set(rules) - {finding.rule for finding in allowed}):
+        out.print(f"allowed, and not found: {rule}")
 
 
 def orders(
@@ -252,20 +201,16 @@ def orders(
     places: str,
 ) -> None:
     """The ``best`` of ``count`` orders, and the requested one: how many ``places`` groups touch."""
-    rows = []
-    for ranked in best:
-        rows.append(("", *ranked.numbers, ranked.order))
+    rows = [("", *ranked.numbers, ranked.order) for ranked in best]
     rows.append(("yours", *requested.numbers, requested.order))
     out.print(f"How many {places} a group touches at most, the best order first:")
-    columns = [f">{kind}" for kind in requested.hosts]
-    table(out, ("", *columns, "order"), rows)
-    out.print()
+    table(out, ("", *(f">{kind}" for kind in requested.hosts), "order"), rows)
     if best[0].numbers == requested.numbers:
-        out.print(f"No order of {count} is better than yours.")
+        out.print(f"\nNo order of {count} is better than yours.")
     else:
         out.print(
-            f"To use the first of {count}: initialize_model_parallel(order={best[0].order!r}), or "
-            f"hypergrid-launch --order {best[0].order}."
+            f"\nTo use the first of {count}: initialize_model_parallel(order={best[0].order!r}), "
+            f"or hypergrid-launch --order {best[0].order}."
         )
 
 
@@ -279,28 +224,17 @@ def difference(out: Console, compared: Difference) -> None:
         out.print(
             f"{before} ranks become {after}; the {compared.common} that are in both are compared."
         )
-    if compared.moved:
-        moves = []
-        for move in compared.moved:
-            sizes = span(move.sizes, " -> ")
-            moves.append((move.layout, move.dim, sizes, move.ranks))
-        table(out, ("grid", "dim", ">size", ">ranks with another coordinate"), moves)
-        out.print()
-    if compared.regrouped:
-        changes = []
-        for change in compared.regrouped:
-            groups = span(change.groups, " -> ")
-            changes.append((groups, change.ranks, change.label))
-        table(out, (">groups", ">ranks with other members", "name"), changes)
-        out.print()
+    moves = map(astuple, compared.moved)
+    table(out, ("grid", "dim", ">size", ">ranks with another coordinate"), moves)
+    changes = map(astuple, compared.regrouped)
+    table(out, ("name", ">groups", ">ranks with other members"), changes)
     for shard in compared.resharded:
         dims = " x ".join(shard.dims)
         layers = "experts" if shard.layout == "expert" else "dense layers"
+        text = f"cut as before ({dims}), {shard.ranks} ranks hold another part."
         if shard.is_cut_anew:
             old_sizes, new_sizes = (" x ".join(map(str, sizes)) for sizes in shard.sizes)
             text = f"cut anew, {dims} from {old_sizes} to {new_sizes}: every rank's part changes."
-        else:
-            text = f"cut as before ({dims}), {shard.ranks} ranks hold another part."
         out.print(f"Weights of {layers}: {text}")
     if not compared.resharded:
         out.print("Weights: every rank keeps its part.")
@@ -310,13 +244,9 @@ def difference(out: Console, compared: Difference) -> None:
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, if that is a terminal: a function of what is done and of all."""
     # No thread may draw it: files are read by forked processes.
-    bar = Progress(
-        console=Console(stderr=True),
-        auto_refresh=False,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
+    errors = Console(stderr=True)
+    hidden = not sys.stderr.isatty()
+    with Progress(console=errors, auto_refresh=False, transient=True, disable=hidden) as bar:
         task = bar.add_task(title)
 
         def update(done: int, total: int) -> None:
@@ -327,22 +257,12 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
-@contextmanager
-def working(title: str) -> Iterator[None]:
+def working(title: str) -> AbstractContextManager[object]:
     """A line that moves on standard error, if that is a terminal, while what is inside takes long.
 
     A thread draws it: what is inside must not fork this process.
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    line = Progress(
-        *columns,
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with line:
-        line.add_task(title, total=None)
-        yield
+    return Console(stderr=True, force_terminal=sys.stderr.isatty()).status(title)
 
 
 def diagnosis(result: Diagnosis) -> None:
@@ -364,24 +284,18 @@ def audit(recordings: Audit) -> None:
     """Wrong states first, then the table by package and file."""
     out = console()
     for problem in recordings.problems:
-        line = Text(f"{problem.kind}: ", "bold red")
-        out.print(line.append(problem.text, "not bold default"))
+        out.print(f"{problem.kind}: {problem.text}", style="bold red")
         reads = f"{problem.reads:,} reads on {len(problem.ranks)} ranks"
         out.print(f"  {reads}; {problem.example}\n", style="dim")
     rows = []
     for file in recordings.files():
-        names = [f"{name} {count:,}" for name, count in file.names.most_common(_MOST_NAMES)]
-        if len(file.names) > _MOST_NAMES:
-            names.append(f"{len(file.names) - _MOST_NAMES} more")
-        rows.append((file.file, f"{file.reads:,}", f"{file.sites:,}", ", ".join(names)))
+        names = [f"{name} {count:,}" for name, count in file.names.most_common()]
+        rows.append((file.file, f"{file.reads:,}", f"{file.sites:,}", few(names)))
     table(out, ("file", ">reads", ">sites", "of"), rows)
-    ranks = f"{len(recordings.ranks)} ranks"
-    # A rank that was restarted has recorded in several processes.
-    if recordings.processes != len(recordings.ranks):
-        ranks += f" in {recordings.processes} processes"
-    reads = f"{recordings.reads:,} reads by {len(recordings.sites)} sites"
-    releases = " and ".join(recordings.releases)
-    out.print(f"\n{reads}, on {ranks}, megatron-core {releases}.")
+    out.print(
+        f"{recordings.reads:,} reads by {len(recordings.sites)} sites, on {len(recordings.ranks)} "
+        f"ranks, megatron-core {' and '.join(recordings.releases)}."
+    )
     for sentence in recordings.unread:
         out.print(f"Not read: {sentence}", style="yellow", soft_wrap=True)
 
@@ -399,7 +313,7 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
         grid.add_column(column.lstrip(">"), justify=align, overflow="fold")
         grid.columns[-1].min_width = 1 if is_number else None
     for row in rows:
-        cells = [cell if isinstance(cell, Text) else Text(str(cell)) for cell in row]
+        cells = list(map(_cell, row))
         for column_of_cell, cell in zip(grid.columns, cells, strict=True):
             cell.truncate(_LONGEST, overflow="ellipsis")
             if column_of_cell.min_width is not None:
@@ -407,6 +321,13 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
         grid.add_row(*cells)
     if grid.rows:
         out.print(grid)
+
+
+def _cell(value: object) -> Text:
+    """The text of a cell; a pair is a number before and after."""
+    if isinstance(value, tuple):
+        value = span(value, " -> ")
+    return value if isinstance(value, Text) else Text(str(value))
 
 
 def _indented(line: Text) -> Padding:

@@ -7,31 +7,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from compat.cli.line import LONGEST
 from compat.planned.flags import Flag, flags_of
-from compat.planned.job import PARALLEL, SIZES, JobError
+from compat.planned.job import (
+    NOT_READ,
+    PARALLEL,
+    SIZES,
+    STRAY,
+    USED,
+    WITHOUT_EFFECT,
+    WITHOUT_VALUE,
+    Job,
+    JobError,
+    of_settings,
+)
 from hypergrid.messages import shown
 
 OF_SCRIPT = {**flags_of("megatron"), **SIZES}
+READINGS = (USED, WITHOUT_EFFECT, NOT_READ, STRAY, WITHOUT_VALUE)
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
 # argparse and click take both forms, SLURM and MPI only their own.
 _TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
 # Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
 _OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
-_MAY_HOLD_SIZES = re.compile(r"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args")
-_FILE_OF_SIZES = re.compile(r".*\.(ya?ml|toml)")
-_DIM = r"(tp|pp|cp|ep|dp|etp|vp)p?"
-# --tp_size, --size-of-pp, --epParallel
-_SIZE_OF_DIM = re.compile(
-    rf"(?i)(?:^|[-_.]){_DIM}[-_.]?(?:size|parallel)|(?:size|parallel)\w*[-_.]{_DIM}(?:$|[-_.])"
+_HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|{'|'.join(PARALLEL)}")
+_DIM = "(tp|pp|cp|ep|dp|etp|vp)p?"
+_SIZE_OF_DIM = rf"(?:^|[-_.]){_DIM}[-_.]?size|size\w*[-_.]{_DIM}(?:$|[-_.])"
+# --my-parallel-sizes, --recipe; --tp_size, --size-of-pp
+_MAY_HOLD_SIZES = re.compile(
+    rf"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args|{_SIZE_OF_DIM}"
 )
 RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
 # Of two short names each is soon like the other.
 _SHORTEST = 6  # letters
+_LONG_SIZES = [name for name in SIZES if len(name) >= _SHORTEST]
 _ALIKE = 0.9  # of 1: two edits of a name of 26 letters
 
 _UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
@@ -53,16 +67,12 @@ def options_of(
 ) -> tuple[list[Option], list[str]]:
     """The options of a program, and the words behind them; of a script, "", all words."""
     options = []
-    place = 0
-    while place < len(words):
-        word = words[place]
+    rest = list(words)
+    while rest and (_is_flag(rest[0]) or not program):
+        word = rest.pop(0)
         if not _is_flag(word):
-            if program:
-                break
             options.append(Option("", _UNLISTED, [word]))
-            place += 1
             continue
-        place += 1
         if program and word == "--":
             continue
         text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word)  # -N16 is -N=16
@@ -77,23 +87,14 @@ def options_of(
                 f"{flag} of {program} is not known. Leave it out, or give the sizes instead of the "
                 f"command: --world-size 64 --tp 4."
             )
-        values = [value]
-        if not equals:
-            most_values = int(_MOST_VALUES.get(row.values, row.values))
-            values = _values_at(words, place, most_values)
-            place += len(values)
+        values = []
+        if equals:
+            values.append(value)
+        most_values = int(_MOST_VALUES.get(row.values, row.values))
+        while not equals and rest and len(values) < most_values and not _is_flag(rest[0]):
+            values.append(rest.pop(0))
         options.append(Option(flag, row, values))
-    return options, list(words[place:])
-
-
-def _values_at(words: Sequence[str], place: int, most_values: int) -> list[str]:
-    """The values of a flag: the words from a place on, up to the next flag."""
-    values: list[str] = []
-    for word in words[place : place + most_values]:
-        if _is_flag(word):
-            break
-        values.append(word)
-    return values
+    return options, rest
 
 
 def _is_flag(word: str) -> bool:
@@ -111,15 +112,12 @@ class Reader:
         self.overrides = overrides
         self.prefix = prefix
         self.settings: dict[str, Any] = dict(overrides)
-        self.flags: dict[str, list[str]] = {"used": [], "without effect": [], "not read": []}
-        self.assumed: tuple[str, ...] = ()
-        self.stray: list[tuple[str, str]] = []  # a flag that takes no value, and the word behind it
-        self.without_value: list[str] = []  # flags that take one
-        self._flag_before: str | None = None  # it takes no value
+        self.flags: dict[str, list[str]] = {reading: [] for reading in READINGS}
+        self._flag_before = ""  # it takes no value
         self._first_override: dict[str, str] = {}  # that holds a size, of each prefix
 
-    def finish(self) -> None:
-        """Refuse sizes of several models, of which only one can be the job."""
+    def finish(self) -> Job:
+        """The job that was read. Sizes of several models are refused: only one can be the job."""
         prefixes = list(self._first_override)
         if self.prefix is None and len(prefixes) > 1:
             overrides = " and ".join(self._first_override.values())
@@ -132,15 +130,18 @@ class Reader:
                 f"no override begins with {self.prefix}: sizes are those of "
                 f"{' and '.join(prefixes)}. Choose one of these by --prefix."
             )
+        job = of_settings(self.settings)
+        assumed = (_OF_OVERRIDES, *job.assumed) if prefixes else job.assumed
+        return replace(job, assumed=assumed, flags=self.flags)
 
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""
         flag, row, values = option
-        flag_before = self._flag_before
-        self._flag_before = flag if row.values == "0" else None
         if row is _UNLISTED:
-            self._read_unlisted(option, flag_before)
+            self._read_unlisted(option)
+            self._flag_before = ""
             return
+        self._flag_before = flag if row.values == "0" else ""
         # It says what a program starts, which is no setting.
         if row.kind == "starts":
             return
@@ -148,32 +149,31 @@ class Reader:
         if settings is self.settings and row.meaning in self.overrides:
             return
         text = " ".join(values)
-        if row.meaning == "refused" or (
-            row.meaning == "unless" and re.search(row.kind, text) is not None
-        ):
+        # Without a pattern every value is refused.
+        if row.meaning == "refused" and re.search(row.kind, text) is not None:
             if settings is self.settings:
                 raise _may_hold_sizes(option)
             raise JobError(f"{flag} {text} is not read. {RANKS_BESIDE}")
         # A shell may have left it out: --load $CHECKPOINT.
         lacks_value = not values and row.values not in ("0", "?", "*")
-        if row.meaning in ("", "unless"):
-            self.flags["without effect"].append(flag)
+        if row.meaning in ("", "refused"):
+            self.flags[WITHOUT_EFFECT].append(flag)
             if lacks_value and settings is self.settings:
-                self.without_value.append(flag)
+                self.flags[WITHOUT_VALUE].append(flag)
             return
         if lacks_value:
             raise JobError(f"{flag} has no value in the command. Write it behind the flag.")
         # The planned groups are the same, whatever the model is.
         if row.kind == "model":
-            self.flags["without effect"].append(flag)
+            self.flags[WITHOUT_EFFECT].append(flag)
             # Only `check` needs its number, and a shell may have left it empty.
-            if re.fullmatch(r"\d{1,18}", text) is None:
+            if row.values != "0" and re.fullmatch(r"\d{1,18}", text) is None:
                 return
         else:
-            self.flags["used"].append(f"{flag} {text}".strip())
+            self.flags[USED].append(f"{flag} {text}".strip())
         if row.values == "0":
             settings[row.meaning] = True
-        elif row.kind in ("text", "layout"):
+        elif row.kind == "text":
             settings[row.meaning] = text
         else:
             numbers = []
@@ -186,7 +186,7 @@ class Reader:
                 numbers.append(int(value))
             settings[row.meaning] = numbers if row.values == "+" else numbers[0]
 
-    def _read_unlisted(self, option: Option, flag_before: str | None) -> None:
+    def _read_unlisted(self, option: Option) -> None:
         """A word or a flag of a script that its table does not have."""
         flag, _, values = option
         # It may take no values: --verbose model.tensor_model_parallel_size=4
@@ -199,15 +199,14 @@ class Reader:
                 f"{flag} is not a flag of Megatron, which has --{meant}. Write that if it is "
                 f"meant, or give the sizes instead of the command: --world-size 64 --tp 4."
             )
-        has_file = any(_FILE_OF_SIZES.fullmatch(value) for value in unread)
-        # model={tensor_model_parallel_size: 4}
-        has_sizes = any(name in value for value in unread for name in PARALLEL)
         name = flag or unread[0].rpartition("=")[0]
-        if has_file or has_sizes or _MAY_HOLD_SIZES.search(name):
+        # model={tensor_model_parallel_size: 4}, and files of sizes
+        has_sizes = any(map(_HOLDS_SIZES.search, unread))
+        if has_sizes or _MAY_HOLD_SIZES.search(name):
             raise _may_hold_sizes(option)
-        if not flag and flag_before is not None and "=" not in unread[0]:
-            self.stray.append((flag_before, unread[0]))
-        self.flags["not read"].append(flag or unread[0])
+        if self._flag_before and not flag and "=" not in unread[0]:
+            self.flags[STRAY].append(f"{shown(unread[0])} behind {self._flag_before}")
+        self.flags[NOT_READ].append(flag or unread[0])
 
     def _read_override(self, word: str) -> bool:
         """Read ``model.tensor_model_parallel_size=4``; False if it is no setting of a job."""
@@ -221,9 +220,8 @@ class Reader:
         if row.meaning in PARALLEL and row.meaning not in self.overrides:
             self._first_override.setdefault(prefix, word)
             if self.prefix not in (None, prefix):
-                self.flags["without effect"].append(f"{prefix}{name}")
+                self.flags[WITHOUT_EFFECT].append(f"{prefix}{name}")
                 return True
-            self.assumed = (_OF_OVERRIDES,)
         # Hydra's word for a value that is not given.
         if text not in ("null", "None"):
             self.read(Option(f"{prefix}{name}", row, [text]), self.settings)
@@ -233,24 +231,19 @@ class Reader:
 def _meant(flag: str) -> str:
     """The flag of Megatron that holds a size and is meant by one that no table has; "" if none."""
     name = flag.lstrip("-").replace("_", "-").lower()
-    if len(name) >= _SHORTEST:
-        # --tensor-model-par: Megatron's parser takes no beginning of a flag.
-        for size_flag in SIZES:
-            if size_flag.startswith(name):
-                return size_flag
-        # --tensor_model_parallel_size, which it does not take either, and two letters too few.
-        long_flags = [size_flag for size_flag in SIZES if len(size_flag) >= _SHORTEST]
-        for size_flag in get_close_matches(name, long_flags, 1, _ALIKE):
-            return size_flag
-    dim = _SIZE_OF_DIM.search(flag.lstrip("-"))
-    if dim is None:
-        return ""
-    short_flag = (dim[1] or dim[2]).lower()
-    if short_flag == "dp":
-        return "tensor-model-parallel-size and its like, from which dp follows"
+    # --tensor-model-par: Megatron's parser takes no beginning of a flag.
+    beginning = [size_flag for size_flag in _LONG_SIZES if size_flag.startswith(name)]
+    # --tensor_model_parallel_size, which it does not take either, and two letters too few.
+    alike = get_close_matches(name, _LONG_SIZES, 1, _ALIKE)
+    if len(name) >= _SHORTEST and (beginning or alike):
+        return (*beginning, *alike)[0]
+    # --tp_size, --size-of-pp
+    dim = re.search(_SIZE_OF_DIM, name)
+    if dim is None or "dp" in dim.groups():
+        return ""  # no flag holds the size of dp
+    row = SIZES[dim[1] or dim[2]]
     # Of the names of a size the first is Megatron's.
-    meaning = SIZES[short_flag].meaning
-    return next(size_flag for size_flag, row in SIZES.items() if row.meaning == meaning)
+    return next(size_flag for size_flag, other in SIZES.items() if other.meaning == row.meaning)
 
 
 def _may_hold_sizes(option: Option) -> JobError:

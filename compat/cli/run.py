@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from compat.cli.launch import Launch, behind, program_of, taken_apart
+from compat.cli.launch import SHELLS, Launch, behind, program_of, taken_apart
 from compat.cli.line import Command
 from compat.cli.world import LAUNCHERS, head_of, variables_of_step
 from compat.planned.flags import flags_of
@@ -110,7 +110,8 @@ def _stand_ins(folder: Path) -> dict[str, str]:
     texts["scontrol"] = _SCONTROL
     texts["module"] = _MODULE
     # Another shell would not put the folder first again, and would lose functions.
-    texts["sh"] = f'#!{_BASH}\nexec {_BASH} "$@"\n'
+    for shell in SHELLS:
+        texts[shell] = f'#!{_BASH}\nexec {_BASH} "$@"\n'
     for program in flags_of("programs"):
         if program not in _REAL:
             words = shlex.join([sys.executable, "-I", "-c", code, program])
@@ -175,14 +176,15 @@ def main() -> None:
     words = sys.argv[1:]
     outer = json.loads(os.environ.get(_OUTER, "[]"))
     try:
-        if _starts_a_job(words, bool(outer)):
-            _record([*outer, *words])
-        elif words[0].startswith("python"):
+        is_job = _starts_a_job(words, bool(outer))
+        if not is_job and words[0].startswith("python"):
             _start_python(words)
-        else:
+        elif not is_job:
             _start_inner(words, outer)
     except JobError:
-        # A flag that is not known: the reader refuses these words by name.
+        # The reader refuses these words, by name.
+        is_job = True
+    if is_job:
         _record([*outer, *words])
 
 
@@ -218,7 +220,7 @@ def _start_python(words: Sequence[str]) -> None:
     """Become the real Python."""
     folders = os.environ.get("PATH", os.defpath).split(":")
     path = ":".join(folder for folder in folders if folder != os.environ[_FOLDER])
-    _execute(words, os.environ, shutil.which(words[0], path=path))
+    _execute(words, os.environ, path)
 
 
 def _start_inner(words: Sequence[str], outer: Sequence[str]) -> None:
@@ -227,10 +229,8 @@ def _start_inner(words: Sequence[str], outer: Sequence[str]) -> None:
     rest = behind(launch, words)
     if not rest:
         return
-    # srun -n 2 a : -n 3 b
     if rest[0] == ":":
-        _record([*outer, *words])
-        return
+        raise JobError("srun -n 2 a : -n 3 b is a job of several parts")
     name, options = launch.programs[0]
     own_words = words[: len(words) - len(rest)]
     variables = dict(os.environ)
@@ -239,18 +239,15 @@ def _start_inner(words: Sequence[str], outer: Sequence[str]) -> None:
     if name == "srun":
         variables = variables_of_step(options, variables)
     if name == "ssh":
-        rest = [_BASH, "-c", " ".join(rest)]
+        rest = ["bash", "-c", " ".join(rest)]
     has_container = any(option.flag == "--container-image" for option in options)
-    if rest[0] == "bash":
-        rest = [_BASH, *rest[1:]]
     if name in ("container", "ssh") or has_container:
         variables = _variables_elsewhere(own_words, variables)
     # Of srun's commands the stand-in runs, also of one that is called by its path.
     stand_in = Path(variables[_FOLDER]) / rest[0].rpartition("/")[2]
-    program = shutil.which(rest[0], path=variables["PATH"])
     if stand_in.exists():
-        program = str(stand_in)
-    _execute(rest, variables, program)
+        rest[0] = str(stand_in)
+    _execute(rest, variables, variables["PATH"])
 
 
 def _variables_elsewhere(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
@@ -278,11 +275,12 @@ def _variables_elsewhere(words: Sequence[str], variables: Mapping[str, str]) -> 
     return {**visible, **_ELSEWHERE, "PATH": variables[_FOLDER]}
 
 
-def _execute(words: Sequence[str], variables: Mapping[str, str], program: str | None) -> None:
-    """Become a program; with none, the end of a shell that does not find it."""
+def _execute(words: Sequence[str], variables: Mapping[str, str], path: str) -> None:
+    """Become a program of that path; without it, end as a shell that does not find it."""
+    program = shutil.which(words[0], path=path)
     if program is not None:
         os.execve(program, list(words), dict(variables))
     # In a container it may be there.
-    if variables["PATH"] != variables[_FOLDER]:
+    if path != variables[_FOLDER]:
         print(f"{words[0]}: command not found", file=sys.stderr)
         sys.exit(127)

@@ -84,10 +84,9 @@ def _ranks_of(
     if per_host is not None:
         numbers["per_host"] = per_host
     _read_variables(reader, program, variables, numbers)
+    # GPUs are not read, from which it would count its tasks.
     from_gpus = numbers.pop("tasks_from_gpus", None)
-    if "tasks" not in numbers:
-        if from_gpus is not None and len(numbers) < 2:
-            raise _not_decided(program, "is to count its tasks by GPUs, which are not read")
+    if "tasks" not in numbers and from_gpus is None:
         for name, number in _DEFAULTS.get(program, {}).items():
             numbers.setdefault(name, number)
     if len(numbers) < 2 or min(numbers.values()) < 1:
@@ -156,14 +155,15 @@ def head_of(script: str) -> dict[str, str]:
         except ValueError:
             raise JobError(f"the line #SBATCH {line} leaves a quote open. Close it.") from None
         for flag, row, values in options_of(words, rows)[0]:
-            if not flag and values[0] in ("hetjob", "packjob"):
+            value = values[0] if values else ""
+            if not flag and value in ("hetjob", "packjob"):
                 raise JobError(
                     "the job has several parts (#SBATCH hetjob), whose hosts differ. Give the "
                     "sizes instead of the script: --world-size 64 --tp 4."
                 )
-            if flag in ("-m", "--distribution") and values:
-                variables["SLURM_DISTRIBUTION"] = values[0]
-            number = _NUMBER.fullmatch(values[0]) if values else None
+            if flag in ("-m", "--distribution"):
+                variables["SLURM_DISTRIBUTION"] = value
+            number = _NUMBER.fullmatch(value)
             if row.meaning and number is not None:
                 numbers[row.meaning] = number[1]
     # SLURM computes it where the script does not say it.

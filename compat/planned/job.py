@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from compat.megatron.request import Request
 from compat.megatron.rows import PlannedRows
 from compat.planned.flags import flags_of
 from compat.swap import order
-from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
 
@@ -19,11 +18,15 @@ TP_PP_DP = "tp-cp-ep-pp-dp"  # what Megatron's --use-tp-pp-dp-mapping means
 RANKS_PER_HOST = 8
 MOST_RANKS = 1 << 20
 SIZES = flags_of("sizes")
-# A size is an argument of initialize_model_parallel, or says something of the model, or neither.
+# How a flag was read. Megatron's parser refuses the last two: "'True' behind --bf16", "--load".
+USED = "used"
+WITHOUT_EFFECT = "without effect"
+NOT_READ = "not read"
+STRAY = "stray"
+WITHOUT_VALUE = "without value"
 _ARGUMENTS = {field.name for field in fields(Request)}
 # The settings that divide ranks into groups.
 PARALLEL = {name for name in _ARGUMENTS if re.search("_sizes?$|_instances$", name)}
-_OF_MODEL = {row.meaning for row in SIZES.values() if row.kind in ("model", "stages")}
 
 
 class JobError(ValueError):
@@ -35,21 +38,13 @@ class Job:
     """A job as planned: its arguments of ``initialize_model_parallel``, and where its ranks are."""
 
     arguments: Mapping[str, Any]  # of initialize_model_parallel, those that were given
+    settings: Mapping[str, Any]  # all, by the meanings of sizes.txt: also of the model
     world_size: int
-    ranks_per_host: int = RANKS_PER_HOST
+    ranks_per_host: int
     nvlink_domain: int | None = None  # GPUs; None: no more than a host
-    # Of the model and the batch, by Megatron's flag: {"num-experts": 8}.
-    model: Mapping[str, int] = field(default_factory=dict)
-    user_buffers: bool = False  # whether Transformer Engine's are on (--tp-comm-overlap)
-    cp_comm_type: str = ""  # of each layer, as --cp-comm-type takes them
-    one_timeout: bool = False  # whether the launcher gives one to all groups
-    nccl_config: str = ""  # the path of --nccl-communicator-config-path
     assumed: tuple[str, ...] = field(default=(), compare=False)  # in sentences
-    # The flags of a command, by "used", "without effect" and "not read".
+    # The flags of a command by how they were read.
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
-    # Flags that take no value, each with the word behind it, and flags that lack theirs.
-    stray: Sequence[tuple[str, str]] = field(default=(), compare=False)
-    without_value: Sequence[str] = field(default=(), compare=False)
 
     def request(self) -> Request:
         """The request of ``initialize_model_parallel``; where that would raise, a JobError."""
@@ -64,24 +59,6 @@ class Job:
             return PlannedRows(Request(**self.arguments, job_size=self.world_size))
         except Exception as error:
             raise JobError(str(error)) from error
-
-    def layouts(self, order: str) -> Mapping[str, RankLayout] | None:
-        """The job's layouts under another order, or None where Megatron refuses that order."""
-        try:
-            return self._in(order).request().layouts
-        except JobError:
-            return None
-
-    def refusal(self, order: str) -> str:
-        """Why Megatron refuses another order; empty where it does not."""
-        try:
-            self._in(order).request()
-        except JobError as error:
-            return str(error)
-        return ""
-
-    def _in(self, order: str) -> Job:
-        return replace(self, arguments={**self.arguments, "order": order})
 
 
 def from_sizes(**flags: Any) -> Job:
@@ -100,20 +77,12 @@ def settings_of(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_settings(settings: Mapping[str, Any]) -> Job:
     """The job of all settings. JobError if they do not decide it."""
-    arguments = {}
-    model = {}
-    for name, value in settings.items():
-        if name in _ARGUMENTS:
-            arguments[name] = value
-        elif name in _OF_MODEL:
-            model[name] = value
+    arguments = {name: value for name, value in settings.items() if name in _ARGUMENTS}
     assumed = []
     if settings.get("no_gloo"):
         arguments["create_gloo_process_groups"] = False
     if "order" not in arguments:
-        requested_order = None
-        if settings.get("tp_pp_dp"):
-            requested_order = TP_PP_DP
+        requested_order = TP_PP_DP if settings.get("tp_pp_dp") else None
         resolved, source = order.resolve_order(requested_order)
         if resolved is not None:
             arguments["order"] = resolved
@@ -131,19 +100,9 @@ def of_settings(settings: Mapping[str, Any]) -> Job:
         assumed.append(f"{ranks_per_host} ranks on each host; --gpus-per-node changes it")
     nvlink_domain = settings.get("nvlink_domain")
     check_hosts(world_size, ranks_per_host, nvlink_domain)
-    _add_virtual_stages(arguments, settings)
-    return Job(
-        arguments,
-        world_size,
-        ranks_per_host,
-        nvlink_domain,
-        model,
-        "user_buffers" in settings,
-        settings.get("cp_comm_type", ""),
-        "one_timeout" in settings,
-        settings.get("nccl_config", ""),
-        tuple(assumed),
-    )
+    if arguments.get("virtual_pipeline_model_parallel_size") == 1:
+        del arguments["virtual_pipeline_model_parallel_size"]  # 1 is none
+    return Job(arguments, settings, world_size, ranks_per_host, nvlink_domain, tuple(assumed))
 
 
 def check_hosts(world_size: int, ranks_per_host: int, nvlink_domain: int | None) -> None:
@@ -160,62 +119,3 @@ def check_hosts(world_size: int, ranks_per_host: int, nvlink_domain: int | None)
             f"an NVLink domain of {nvlink_domain} GPUs does not hold whole hosts of "
             f"{ranks_per_host}. Give a multiple of the GPUs of a host."
         )
-
-
-def _add_virtual_stages(arguments: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Count virtual stages from their layers, as Megatron's parser does; 1 is none.
-
-    126 layers, and the embedding and the loss counted as one each, on 16 stages with 2 layers in
-    each virtual stage: 128 / 16 / 2 = 4 virtual stages.
-    """
-    name = "virtual_pipeline_model_parallel_size"
-    stages = arguments.get("pipeline_model_parallel_size", 1)
-    stage_layout = settings.get("stage_layout")
-    layers_each = settings.get("layers_per_stage")
-    if stage_layout is not None:
-        all_stages = stages_of(stage_layout)
-        if all_stages % stages:
-            raise JobError(
-                f"--pipeline-model-parallel-layout {shown(stage_layout)} has {all_stages} stages, "
-                f"and {stages} pipeline ranks do not divide them. Change the number of | in it, or "
-                f"--pipeline-model-parallel-size."
-            )
-        arguments[name] = all_stages // stages
-    elif layers_each is not None and name not in arguments:
-        layers = settings.get("num-layers", 0)
-        layers += settings.get("with_embedding", 0) + settings.get("with_loss", 0)
-        if layers < 1 or layers_each < 1 or layers % (stages * layers_each):
-            raise JobError(
-                f"--num-layers-per-virtual-pipeline-stage {layers_each} needs a --num-layers that "
-                f"is a multiple of {stages} stages x {layers_each}, got {layers}."
-            )
-        arguments[name] = layers // stages // layers_each
-    if arguments.get(name) == 1:
-        del arguments[name]
-
-
-# A letter for a layer or | between stages, or several in brackets; perhaps n times: (tt|)*29
-_REPEATED = re.compile(r"(?:([EtmL|])|\(([^()]+)\)(?=\*))(?:\*(\d{1,6}))?")
-
-
-def stages_of(stage_layout: str) -> int:
-    """The number of stages in Megatron's layout of a pipeline: ``Et*3|(tt|)*2,L`` has four."""
-    return 1 + _bars_in(stage_layout, stage_layout.replace(",", ""))
-
-
-def _bars_in(stage_layout: str, text: str) -> int:
-    bars = 0
-    place = 0
-    while place < len(text):
-        part = _REPEATED.match(text, place)
-        if part is None:
-            raise JobError(
-                f"--pipeline-model-parallel-layout {shown(stage_layout)} is not read behind "
-                f"{shown(text[:place])}: layers are E, t, m and L, stages end with |, and t*3 or "
-                f"(tt|)*3 repeats."
-            )
-        letter, repeated, times = part.groups()
-        bars_each = int(letter == "|") if letter else _bars_in(stage_layout, repeated)
-        bars += bars_each * int(times or 1)
-        place = part.end()
-    return bars

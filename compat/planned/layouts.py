@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hypergrid.layout import RankLayout
+from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import one_line
 from hypergrid.plan import GroupPlan
 from hypergrid.summary import hosts_touched
@@ -29,20 +29,21 @@ _KINDS = {
     "expert dp": ("expert", ("dp",)),
     "pp": ("decoder", ("pp",)),
 }
-KNOWN_DIMS = {"tp", "cp", "ep", "dp", "pp"}
 
 
-def unknown_dims(layouts: Layouts) -> list[str]:
-    """The dims of the two layouts that users know, in words, that are none of Megatron's."""
-    sentences = []
+def refuse_unknown_dims(layouts: Layouts) -> None:
+    """Raise LayoutError if a layout that users know has a dim for which there are no rules."""
+    known_dims = {dim for _, dims in _KINDS.values() for dim in dims}
     for name in SHARDS:
         if name not in layouts:
             continue
-        layout = layouts[name].trimmed
-        for dim, size in zip(layout.dims, layout.sizes, strict=True):
-            if dim not in KNOWN_DIMS:
-                sentences.append(f"the layout {name} has the dim {one_line(dim)} of size {size}")
-    return sentences
+        for dim in layouts[name].trimmed.dims:
+            if dim not in known_dims:
+                raise LayoutError(
+                    f"cannot check this plan: the layout {name} has the dim {one_line(dim)}, and "
+                    f"the rules are for {', '.join(sorted(known_dims))}. Rename the dim to the one "
+                    f"that it is, or use show."
+                )
 
 
 def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
@@ -74,22 +75,19 @@ def has_experts(layouts: Layouts) -> bool:
     """Whether expert layers are laid out differently from dense ones."""
     if "expert" not in layouts:
         return False
-    dense = layouts["decoder"]
     expert = layouts["expert"]
-    return expert.dim_size("ep") > 1 or expert.dim_size("tp") != dense.dim_size("tp")
+    return expert.size_of("ep") > 1 or expert.size_of("tp") != layouts["decoder"].size_of("tp")
 
 
 def shards_of(*plans: GroupPlan) -> dict[str, tuple[str, ...]] | None:
     """The layouts to compare, each with the dims that cut its weights; None without a decoder.
 
-    The layout of experts is compared only where it differs from the dense one.
+    The layout of experts is compared where a job has experts.
     """
     if any("decoder" not in plan.layouts for plan in plans):
         return None
-    decoder_alone = {"decoder": SHARDS["decoder"]}
-    if any("expert" not in plan.layouts for plan in plans):
-        return decoder_alone
-    for plan in plans:
-        if plan.layouts["decoder"].trimmed != plan.layouts["expert"].trimmed:
-            return SHARDS
-    return decoder_alone
+    shards = dict(SHARDS)
+    in_all = all("expert" in plan.layouts for plan in plans)
+    if not in_all or not any(has_experts(plan.layouts) for plan in plans):
+        del shards["expert"]
+    return shards

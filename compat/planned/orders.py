@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from compat.planned.layouts import SHARDS, Layouts, has_experts, most_hosts
 from compat.swap.order import DIMS
+from hypergrid.layout import RankLayout
 from hypergrid.topology import Topology
 
 
@@ -27,92 +27,97 @@ class RankedOrder:
         return tuple(self.hosts.values())
 
 
-def ranked_orders(
-    requested: str, layouts_of: Callable[[str], Layouts | None], hosts: Topology
-) -> list[RankedOrder]:
+def ranked_orders(requested: str, layouts: Layouts, hosts: Topology) -> list[RankedOrder]:
     """All orders that differ, the best first; of equally good ones ``requested`` comes first.
 
     In the better of two orders, groups touch fewer hosts in the first kind in which they differ. tp
-    is the first kind, since it sends the most. ``layouts_of`` gives the layouts under an order, or
-    None where Megatron refuses it.
+    is the first kind, since it sends the most. ``layouts`` are those of the requested order.
 
     Two hosts of 4 ranks, tp=4, dp=2: under tp-dp a tp group touches 1 host and a dp group 2, under
     dp-tp a tp group 2 and a dp group 1. tp-dp is better.
     """
+    shards = {name: layouts[name] for name in SHARDS if name in layouts}
+    used_dims = set[str]()
+    for layout in shards.values():
+        used_dims.update(layout.trimmed.dims)
     ranking = []
     known_layouts = set()
-    for order in _orders(requested, layouts_of(requested)):
-        layouts = layouts_of(order)
-        if layouts is None:
+    # Orders that begin with tp come first: of equally good ones tp has the nearest ranks.
+    permuted = map("-".join, permutations([dim for dim in DIMS if dim in used_dims]))
+    # A job of one rank has no dims, and no other order.
+    for order in [requested, *filter(None, permuted)]:
+        layouts_in_order = shards if order == requested else _in_order(order, shards)
+        if layouts_in_order is None:
             continue
         # Dims of size 1 may stand anywhere: such orders lay the ranks out in the same way.
-        trimmed = tuple(layout.trimmed for _, layout in sorted(layouts.items()))
+        trimmed = tuple(layout.trimmed for layout in layouts_in_order.values())
         if trimmed in known_layouts:
             continue
         known_layouts.add(trimmed)
-        ranking.append(RankedOrder(order, most_hosts(layouts, hosts)))
+        ranking.append(RankedOrder(order, most_hosts(layouts_in_order, hosts)))
     return sorted(ranking, key=lambda ranked: (ranked.numbers, ranked.order != requested))
 
 
-def _orders(requested: str, layouts: Layouts | None) -> Iterator[str]:
-    """``requested``, then every order of the dims that are larger than 1 in its ``layouts``.
-
-    Orders that begin with tp come first, so that of equally good ones tp has the nearest ranks.
-    """
-    yield requested
-    used = set()
-    if layouts is None:
-        used.update(requested.lower().split("-"))
-    else:
-        for layout in layouts.values():
-            used.update(layout.trimmed.dims)
-    for dims in permutations([dim for dim in DIMS if dim in used]):
-        yield "-".join(dims)
+def _in_order(order: str, layouts: Layouts) -> Layouts | None:
+    """The layouts under another order of all dims; None where Megatron refuses that order."""
+    turned = {}
+    for name, layout in layouts.items():
+        sizes = dict(zip(layout.dims, layout.sizes, strict=True))
+        dims = [dim for dim in order.split("-") if dim in sizes]
+        turned[name] = RankLayout.from_order("-".join(dims), sizes, layout.offset)
+    pipelined = [layout for layout in turned.values() if layout.size_of("pp") > 1]
+    # The stages of a pipeline are the same ranks for dense layers and for experts.
+    strides = {layout.stride("pp") for layout in pipelined}
+    data_sizes = {layout.size_of("dp") for layout in pipelined}
+    if len(strides) > 1 or (len(data_sizes) > 1 and not order.endswith("pp")):
+        return None
+    return turned
 
 
 def dp_across(
     ranking: Sequence[RankedOrder],
     requested: RankedOrder,
     layouts: Layouts,
-    refusal_of: Callable[[str], str],
     hosts: Topology,
     places: str,
 ) -> str:
     """In words: the order in which dp alone leaves a host, or what makes that impossible.
 
     Empty without pipelines or data parallelism, as the ranking keeps the other groups inside, and
-    where the ``requested`` order does so already. ``layouts`` are those of the requested order,
-    ``refusal_of`` says why Megatron refuses an order, and ``places`` what ``hosts`` are called.
+    where the ``requested`` order does so already. ``layouts`` are those of the requested order, and
+    ``places`` what ``hosts`` are called.
 
     Hosts of 4 ranks, tp=2, pp=2, dp=2: under tp-pp-dp only dp touches two of them. Under tp-dp-pp,
     which the ranking prefers, as dp sends more, only pp does.
     """
-    inside = [kind for kind in requested.hosts if not kind.endswith("dp")]
-    if "pp" not in inside or "dp" not in requested.hosts or _are_inside(requested, inside):
+    kinds = [kind for kind in requested.hosts if not kind.endswith("dp")]
+    if "pp" not in kinds or "dp" not in requested.hosts:
         return ""
-    kinds = ", ".join(inside)
+    keeping = []
     for ranked in ranking:
-        if _are_inside(ranked, inside):
-            return (
-                f"With order {ranked.order} groups of {kinds} stay inside {places}, and dp crosses."
-            )
-    sentence = f"No order keeps {kinds} inside {places} with dp across them"
+        if all(ranked.hosts[kind] == 1 for kind in kinds):
+            keeping.append(ranked)
+    named = ", ".join(kinds)
+    if requested in keeping:
+        return ""
+    if keeping:
+        order = keeping[0].order
+        return f"With order {order} groups of {named} stay inside {places}, and dp crosses."
+    sentence = f"No order keeps {named} inside {places} with dp across them"
     ranks_of_place = int(np.bincount(hosts.numbers).max())
-    dims: list[str] = []
+    data_sizes = []
     for name in SHARDS if has_experts(layouts) else ["decoder"]:
         layout = layouts[name].trimmed
-        inner_dims = [dim for dim in layout.dims if dim != "dp"]
-        ranks = math.prod(layout.size_of(dim) for dim in inner_dims)
+        dims = [dim for dim in layout.dims if dim != "dp"]
+        ranks = layout.dim_size(dims)
         if ranks_of_place % ranks or layout.offset % ranks:
-            product = " x ".join(inner_dims)
             return (
-                f"{sentence}: {product} of the {name} is {ranks} ranks, which do not fill {places} "
-                f"of {ranks_of_place}."
+                f"{sentence}: {' x '.join(dims)} of the {name} is {ranks} ranks, which do not fill "
+                f"{places} of {ranks_of_place}."
             )
-        dims += inner_dims
-    order = "-".join([*(dim for dim in DIMS if dim in dims), "dp"])
-    return f"{sentence}. Megatron refuses {order}: {refusal_of(order)}"
-
-
-def _are_inside(ranked: RankedOrder, kinds: Sequence[str]) -> bool:
-    return all(ranked.hosts[kind] == 1 for kind in kinds)
+        data_sizes.append(f"{name} {layout.size_of('dp')}")
+    # They would fill hosts, in an order that ends in dp.
+    return (
+        f"{sentence}. Megatron refuses an order that does not end in pp: the data-parallel sizes, "
+        f"{' and '.join(data_sizes)}, must be equal."
+    )

@@ -17,8 +17,6 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from typer.main import get_command
-
 from compat.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +94,7 @@ def main() -> None:
             assert str(module.__file__).startswith(sys.prefix), f"not from the wheel: {module}"
     for file, text in FILES.items():
         Path(file).write_text(text)
-    commands = [f"hypergrid {name}" for name in get_command(app).commands]
+    commands = [f"hypergrid {name}" for name in app.commands]
     run("hypergrid --help", "usage: ", 0)
     for command in ("hypergrid-launch", *commands):
         is_tried = any(f"{command} " in f"{line} " for line, *_ in STEPS)

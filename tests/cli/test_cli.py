@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from compat.cli.app import app
 from compat.megatron import releases
@@ -134,12 +134,11 @@ def test_a_saved_plan_may_begin_with_any_layout_and_names_are_shown_as_they_are(
     assert "16 ranks, 2 hosts: a=2 dp=8" in (tmp_path / "plan.svg").read_text()
 
 
-@pytest.mark.parametrize(("dim", "size"), [("pp", 2), ("tp", 4)])
-def test_check_refuses_a_plan_with_a_dim_that_it_has_no_rules_for(saved, dim, size):
+@pytest.mark.parametrize("dim", ["pp", "tp"])
+def test_check_refuses_a_plan_with_a_dim_that_it_has_no_rules_for(saved, dim):
     option = saved(run(f"plan {SIZES} --json").replace(f'"{dim}"', '"stage"'))
     refusal = run(f"check {option}", 2)
-    assert f"the layout decoder has the dim stage of size {size}" in refusal
-    assert "the layout expert has the dim stage" in refusal
+    assert "the layout decoder has the dim stage, and the rules are for cp, dp, ep, pp" in refusal
     assert "stage=" in run(f"show {option}")
 
 
@@ -165,7 +164,7 @@ def test_a_picture_shows_each_kind_of_group_of_a_job(flags, panels, tmp_path):
     assert ", ".join(titles) == panels
 
 
-OF_EXPERTS = "--world-size 16 --tp 2 --ep 4 --view expert --by ep"
+OF_EXPERTS = "--world-size 16 --tp 2 --ep 4 --by ep"
 DOMAINS = "--world-size 16 --gpus-per-node 4 --tp 8 --nvlink-domain 8"
 
 
@@ -188,7 +187,7 @@ def test_a_saved_plan_keeps_its_hosts_and_domains(saved):
     printed = run(f"plan {option}")
     assert printed == run(f"plan {DOMAINS}") and "assumed" not in printed
     assert run(f"check {option}") == run(f"check {DOMAINS}")
-    assert "1 NVLink domain of 4 hosts" in run(f"plan {option} --nvlink-domain 16")
+    assert "1 NVLink domain of 16 GPUs" in run(f"plan {option} --nvlink-domain 16")
     assert "8 hosts of 2:" in run(f"plan {option} --gpus-per-node 2")
 
 
@@ -203,7 +202,7 @@ def test_numbers_are_whole_in_a_narrow_terminal():
     ("command", "status"),
     [
         (f"plan {SIZES} --all --megatron 0.19.2", 0),
-        (f"plan {SIZES} --rank 3 --all --megatron 0.19.2", 0),
+        (f"plan {SIZES} --rank 3 --megatron 0.19.2", 0),
         ("check --world-size 16384 --tp 4 --etp 2 --cp 2 --ep 4 --pp 2 --suggest", 0),
         (f"show {SIZES}", 0),
         (f"diff '{SIZES}' '{HOSTS}'", 1),
@@ -343,7 +342,7 @@ def test_a_release_of_the_environment_that_is_none_is_one_sentence():
 @pytest.mark.parametrize(
     ("before", "refusal"),
     [
-        ("sys.modules['typer'] = None; ", "the command line needs typer"),
+        ("sys.modules['click'] = None; ", "the command line needs click"),
         ("sys.modules['rich'] = None; ", "the command line needs rich"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_rank_that_did_not_write_is_named_unless_its_script_has_ended(
         stack(recorded, rank, reason="ended")
     monkeypatch.setattr(asking, "ask", lambda directory: [3])
     output = run(f"diagnose {recorded} --ask", status=1)
-    assert ("rank 3 was asked and did not write" in output) == (not ended_ranks)
+    assert ("these ranks were asked and did not write: 3." in output) == (not ended_ranks)
 
 
 def test_the_default_group_has_one_name_in_the_verdict_and_on_the_page(recorded, tmp_path):

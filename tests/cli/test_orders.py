@@ -68,12 +68,10 @@ def test_the_ranking_is_that_of_counting_every_group_in_every_order(data, tp, cp
 
     hosts = topology(world, per_host)
 
-    ranking = ranked_orders("tp-cp-ep-dp-pp", job.layouts, hosts)
+    ranking = ranked_orders("tp-cp-ep-dp-pp", job.plan().layouts, hosts)
 
     requested = next(ranked for ranked in ranking if ranked.order == "tp-cp-ep-dp-pp")
-    across = dp_across(
-        ranking, requested, job.layouts(requested.order), job.refusal, hosts, "hosts"
-    )
+    across = dp_across(ranking, requested, job.plan().layouts, hosts, "hosts")
     counts_inside = {
         all(number == 1 for kind, number in counts.items() if not kind.endswith("dp"))
         for counts in by_hand.values()

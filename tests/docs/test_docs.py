@@ -11,7 +11,7 @@ import sys
 import zlib
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import hypergrid
 from compat.cli.app import app

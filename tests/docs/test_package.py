@@ -138,7 +138,7 @@ def test_planning_needs_no_torch(run_in_wheel):
 
 def test_the_wheel_draws_a_page_without_torch_or_any_extra(run_in_wheel):
     printed = run_in_wheel(
-        "sys.modules.update(dict.fromkeys(('torch', 'typer', 'rich', 'matplotlib')));"
+        "sys.modules.update(dict.fromkeys(('torch', 'click', 'rich', 'matplotlib')));"
         "from hypergrid import GroupPlan, RankLayout;"
         "from hypergrid.show.page import page;"
         "print(len(page(GroupPlan({'decoder': RankLayout(('tp', 'dp'), (8, 2))}), 8)))"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from compat.cli.app import app
 from tests.support import forked
@@ -164,7 +164,7 @@ def _fault(status: int, output: str) -> str:
     if re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", output):
         return f"control characters: {ascii(output)[:300]}"
     is_sentence = output.startswith("hypergrid: ") and output.count("\n") == 1
-    is_usage = output.startswith("Usage: ")  # typer's own, of a word that looks like a flag
+    is_usage = output.startswith("Usage: ")  # click's own, of a word that looks like a flag
     if status == 2 and not is_sentence and not is_usage:
         return f"not one sentence: {output[:300]!r}"
     if is_sentence and len(output) > 2000:

@@ -1,10 +1,10 @@
 """The flags of each program that takes part in a launch, one a line: name, values, meaning, kind.
 
 The values are a number, ``?``, ``*`` or ``+``, as in argparse. The meaning is a setting of a job,
-or "refused" where the flag decides sizes in a way that is not read, or "unless" where it does if
-its value has the kind's pattern; a flag without one changes no group. The kind is "text" where the
-value is no number, "model" where it changes no group, "stages" where it changes virtual stages
-alone, and "starts" where it says what a program starts. A name with ``$`` before it is a variable.
+or "refused" where the flag decides sizes in a way that is not read, if it has a kind only where the
+value has this pattern; a flag without one changes no group. The kind is "text" where the
+value is no number, "model" where it changes no group, and "starts" where it says what a program
+starts. A name with ``$`` before it is a variable.
 ``programs.txt`` has the programs: how many words each takes before the program that it
 starts, the file of its flags, and "script" where a script follows.
 """
