@@ -79,7 +79,9 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
 
 def options_of_rows(planned_rows: PlannedRows) -> list[Any]:
     """The communicator options of each row, but where replaced helpers ask for them themselves."""
-    if planned_rows.request.calls_helpers:
+    request = planned_rows.request
+    has_options = request.nccl_configs or "get_nccl_options" in request.helpers
+    if request.calls_helpers or not has_options:
         return [None] * len(planned_rows.rows)
     return [_options(planned_rows, planned) for planned in planned_rows.rows]
 
