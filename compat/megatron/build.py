@@ -42,8 +42,10 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     ``values["_numbers"]`` the group's ``(1, 2)``: rank 3 is at place 1 of 2.
     """
     request = planned_rows.request
-    with request.telling_others():  # their errors must be raised before a group exists
-        pg_options = options_of_rows(planned_rows)
+    pg_options: list[Any] = [None] * len(planned_rows.rows)
+    if _takes_options(request):
+        with request.telling_others():  # their errors must be raised before a group exists
+            pg_options = options_of_rows(planned_rows)
     prepare_environment(request)
     if request.pretended_world is not None:
         _warn_of_pretended_ranks(request.pretended_world)
@@ -77,11 +79,15 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
         raise
 
 
-def options_of_rows(planned_rows: PlannedRows) -> list[Any]:
-    """The communicator options of each row, but where replaced helpers ask for them themselves."""
-    request = planned_rows.request
+def _takes_options(request: Request) -> bool:
+    # Helpers ask for the options themselves.
     has_options = request.nccl_configs or "get_nccl_options" in request.helpers
-    if request.calls_helpers or not has_options:
+    return bool(has_options) and not request.calls_helpers
+
+
+def options_of_rows(planned_rows: PlannedRows) -> list[Any]:
+    """The communicator options of each row."""
+    if not _takes_options(planned_rows.request):
         return [None] * len(planned_rows.rows)
     return [_options(planned_rows, planned) for planned in planned_rows.rows]
 
