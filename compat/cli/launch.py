@@ -138,6 +138,8 @@ def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
         )
     variables = {**command.variables, **launch.variables}
     reader = Reader(settings_of(flags), prefix)
+    if "HYPERGRID_TIMEOUT" in variables:
+        reader.settings["one_timeout"] = variables["HYPERGRID_TIMEOUT"]
     if "HYPERGRID_ORDER" in variables:
         order = Option("HYPERGRID_ORDER", SIZES["order"], [variables["HYPERGRID_ORDER"]])
         reader.read(order, reader.settings)

@@ -37,8 +37,12 @@ _OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
 _OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
 _HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|{'|'.join(PARALLEL)}")
 _DIM = "(tp|pp|cp|ep|dp|etp|vp)p?"
-_SIZE_OF_DIM = rf"(?:^|[-_.]){_DIM}[-_.]?size|size\w*[-_.]{_DIM}(?:$|[-_.])"
-# --my-parallel-sizes, --recipe; --tp_size, --size-of-pp
+# --tp_size, --epParallel; --size-of-pp
+_SIZE_OF_DIM = (
+    rf"(?:^|[-_.]){_DIM}[-_.]?(?:size|parallel)"
+    rf"|(?:size|parallel)[\w-]{{0,20}}[-_.]{_DIM}(?:$|[-_.])"
+)
+# --my-parallel-sizes, --recipe
 _MAY_HOLD_SIZES = re.compile(
     rf"(?i)(?<!sequence[-_])parallel|config|cfg|yaml|recipe|args|{_SIZE_OF_DIM}"
 )
@@ -237,7 +241,6 @@ def _meant(flag: str) -> str:
     alike = get_close_matches(name, _LONG_SIZES, 1, _ALIKE)
     if len(name) >= _SHORTEST and (beginning or alike):
         return (*beginning, *alike)[0]
-    # --tp_size, --size-of-pp
     dim = re.search(_SIZE_OF_DIM, name)
     if dim is None or "dp" in dim.groups():
         return ""  # no flag holds the size of dp
