@@ -211,7 +211,11 @@ def _of_mutants():
         reports = {}
         for name, mutant in MUTANTS.items():
             job.task = replace(job.task, build=mutated(mutant))
-            reports[name] = job.report(layout_of(mutant), search=False)
+            report = job.report(layout_of(mutant), search=False)
+            # Gloo has ended a process whose collectives nobody waits for: once, at a load of 30.
+            if "ended without a word" in (report.refused or ""):
+                report = job.report(layout_of(mutant), search=False)
+            reports[name] = report
         return reports
 
     return in_child(judged)
