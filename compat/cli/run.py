@@ -163,7 +163,7 @@ def _run(
 
 
 def _processes(folder: Path) -> Iterator[int]:
-    """What a script has left in sessions of their own: all that have its variable."""
+    """The processes that a script has left behind: all that have its variable."""
     variable = f"{_FOLDER}={folder}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is somebody else's

@@ -340,13 +340,13 @@ class _Job:
             if option not in OF_SEVERAL or option in (*RECOMPUTATION, *MIXED_PRECISION):
                 continue
             try:
-                (ranks,) = self._run(layout.without(option), [Variant(steps=1)])
+                (ranks_without,) = self._run(layout.without(option), [Variant(steps=1)])
             except Unfinished:
                 idle.append(option)
                 continue
             except Refused:
                 continue  # Megatron's own error says that it needs the option
-            if calls == [computed.calls for computed in ranks]:
+            if calls == [computed.calls for computed in ranks_without]:
                 idle.append(option)
         return idle
 
