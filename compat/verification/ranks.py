@@ -46,11 +46,7 @@ _parents: list[Any] = []  # the parent's end of this process, if it has one
 
 
 class Refused(Exception):
-    """A rank raised: the kind and text of its error."""
-
-
-class Unfinished(Refused):
-    """A rank ended, or did not finish in time."""
+    """A rank raised, with the kind and text of its error; or it ended, or is not ready in time."""
 
 
 def in_child(body: Callable[[], T]) -> T:
@@ -168,7 +164,7 @@ def _in_processes(
             ready = connection.wait(number_of, max(0.0, end - time.monotonic()))
             if not ready:
                 late = sorted(number_of.values())
-                raise Unfinished(f"ranks {late} did not finish a step in time")
+                raise Refused(f"ranks {late} did not finish a step in time")
             for receiver in ready:
                 kind, value = _received(receiver)
                 if kind == _ERROR:
@@ -203,6 +199,7 @@ def _answer(
         if not isinstance(error, plain_errors):
             value = Refused(text_of(error))
     _send(parent, kind, value)
+    signal.pause()  # its connections are needed until the parent ends all
 
 
 def _send(parent: Any, kind: str, value: Any) -> None:
@@ -214,7 +211,7 @@ def _received(sender: Any) -> tuple[str, Any]:
     try:
         message = sender.recv_bytes()
     except (EOFError, OSError):
-        return _ERROR, Unfinished("a process ended without a word: was it killed?")
+        return _ERROR, Refused("a process ended without a word: was it killed?")
     kind, value = pickle.loads(message)
     return kind, value
 

@@ -48,17 +48,9 @@ class Script:
         self.module.core_transformer_config_from_args = lambda *_, **__: config
 
         def forward(number: int, model: Any) -> Any:
-            sample = _sample(batch[number])
+            micro_batch = batch[number]
+            # As Megatron's data loader gives it.
+            sample = {"tokens": micro_batch["input_ids"], **micro_batch}
             return self.module.forward_step(iter([sample]), model)
 
         return forward
-
-
-def _sample(micro_batch: MicroBatch) -> dict[str, Any]:
-    """A micro batch as Megatron's data loader gives it."""
-    return {
-        "tokens": micro_batch["input_ids"],
-        "labels": micro_batch["labels"],
-        "loss_mask": micro_batch["loss_mask"],
-        "position_ids": micro_batch["position_ids"],
-    }

@@ -26,7 +26,7 @@ from compat.verification.layout import (
     RECOMPUTATION,
     Layout,
 )
-from compat.verification.ranks import MAX_RANKS, Refused, Unfinished, in_child, on_ranks, say
+from compat.verification.ranks import MAX_RANKS, Refused, in_child, on_ranks, say
 from compat.verification.step import (
     PLAIN,
     RANDOM_INIT,
@@ -59,8 +59,8 @@ class Report:
     needed: Mapping[str, str] = field(default_factory=dict)  # in it, and what happens without it
     tolerance: float = 0.0
     refused: str = ""  # why the model cannot have this layout
-    not_covered: tuple[str, ...] = NOT_COVERED
-    idle: tuple[str, ...] = ()  # options of several ranks for which no collective runs
+    not_covered: Sequence[str] = NOT_COVERED
+    idle: Sequence[str] = ()  # options of several ranks for which no collective runs
 
     @property
     def agrees(self) -> bool:
@@ -256,7 +256,7 @@ class _Job:
         seconds = time.monotonic() - start
         wrong = self._wrong(differing)
         allowed = [finding for finding in differing if finding not in wrong]
-        tolerance = self.reference(layout.alone()).tolerance
+        tolerance = self.reference(layout).tolerance
         report = Report(layout, wrong, allowed, tolerance=tolerance, not_covered=_not_covered())
         if wrong:
             if not search:
@@ -274,14 +274,15 @@ class _Job:
         if idle:
             not_covered.append(f"{', '.join(idle)}: no collective was seen to run for it")
         not_covered += self._uncovered(layout, ranks, seconds, SECONDS_FOR_SITES if search else 0)
-        return replace(report, not_covered=tuple(not_covered), idle=tuple(idle))
+        return replace(report, not_covered=not_covered, idle=idle)
 
     def _wrong(self, differing: Iterable[Finding]) -> list[Finding]:
         """The findings that are not allowed."""
         return [finding for finding in differing if not finding.matches(self.allow)]
 
-    def reference(self, alone: Layout) -> Reference:
+    def reference(self, layout: Layout) -> Reference:
         """The results of one rank, and the effect that rounding has on them."""
+        alone = layout.alone()
         if alone not in self._references:
             variants = [PLAIN, Variant(backwards=True, jitter=ULP), Variant(jitter=ULP)]
 
@@ -302,7 +303,7 @@ class _Job:
             The layout cannot run, or one rank cannot repeat the step: any difference would be
             noise.
         """
-        reference = self.reference(layout.alone())
+        reference = self.reference(layout)
         noise = reference.noise()
         if noise:
             raise Refused(
@@ -323,7 +324,7 @@ class _Job:
 
     def _worthless(self, layout: Layout) -> str:
         """Why agreement in this layout would say nothing; "" if it does say something."""
-        reference = self.reference(layout.alone())
+        reference = self.reference(layout)
         names = reference.unmoved()
         if names:
             return f"the step did not change {few(names)}, which has a gradient"
@@ -339,16 +340,24 @@ class _Job:
             # Recomputation is compared by itself, and the optimizer's copies talk to nobody.
             if option not in OF_SEVERAL or option in (*RECOMPUTATION, *MIXED_PRECISION):
                 continue
-            try:
-                (ranks_without,) = self._run(layout.without(option), [Variant(steps=1)])
-            except Unfinished:
-                idle.append(option)
-                continue
-            except Refused:
-                continue  # Megatron's own error says that it needs the option
-            if calls == [computed.calls for computed in ranks_without]:
-                idle.append(option)
+            with suppress(Refused):  # then the evidence does not decide
+                if self._calls(layout.without(option)) != calls:
+                    continue
+            idle.append(option)
         return idle
+
+    def _calls(self, layout: Layout) -> list[object]:
+        """The collectives of each rank in one step; None for each if all refuse the layout."""
+        initial = self.reference(layout).initial
+
+        def calls_of_rank(_: int) -> object:
+            try:
+                (computed,) = run_variants(self.task, layout, initial, [Variant(steps=1)])
+            except (AssertionError, ValueError):
+                return None  # Megatron's own check; the others must come to it too, or wait in vain
+            return computed.calls
+
+        return on_ranks(layout.world_size, calls_of_rank, self.timeout)
 
     def _uncovered(
         self, layout: Layout, ranks: Sequence[Computed], seconds_of_run: float, seconds: float
@@ -392,13 +401,13 @@ class _Job:
             (ranks,) = self._run(layout, [trial], timeout)
         except Refused:
             return True  # nobody would miss that
-        return bool(self._wrong(findings(self.reference(layout.alone()), ranks)))
+        return bool(self._wrong(findings(self.reference(layout), ranks)))
 
     def _run(
         self, layout: Layout, variants: Sequence[Variant], timeout: float | None = None
     ) -> list[list[Computed]]:
         """The results of each rank, for each variant, from the initial weights of one rank."""
-        initial = self.reference(layout.alone()).initial
+        initial = self.reference(layout).initial
         by_rank = on_ranks(
             layout.world_size,
             lambda _: run_variants(self.task, layout, initial, variants),

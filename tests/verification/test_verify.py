@@ -620,6 +620,21 @@ def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout)
         verify_line("", ["--use-torch-fsdp2"], 2, checkout)
 
 
+def _needing_sequence_parallel(refusing_ranks, layout, **where):
+    if layout.world_size > 1 and "sequence_parallel" not in layout.options:
+        assert torch.distributed.get_rank() not in refusing_ranks, "needs sequence_parallel"
+    return small_gpt(layout, **where)
+
+
+def test_an_option_that_not_all_ranks_need_is_not_verified():
+    layout = Layout(tp=2, options={"sequence_parallel": True})
+    for refusing_ranks, idle in (((0, 1), []), ((1,), ["sequence_parallel"])):
+        build = partial(_needing_sequence_parallel, refusing_ranks)
+        # A rank that waits for one that refused is ended then.
+        (report,) = compat.verify(build, uneven_batch(), layout, smallest=False, timeout=30)
+        assert report.agrees and report.idle == idle, str(report)
+
+
 def test_an_error_without_a_sentence_has_the_line_that_raised_it():
     def fails(rank):
         raise AssertionError
