@@ -44,7 +44,8 @@ def bytes_of(path: str | Path) -> bytes:
 
 def replace(path: Path, data: bytes) -> None:
     """Write a file beside it under a random name, then rename it: no link is followed. OSError."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    random_name = f"{path.name}.{secrets.token_hex(8)}.part"
+    temporary = path.with_name(random_name)
     # O_EXCL and O_NOFOLLOW: a file or link of that name, put there by somebody else, is refused.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(temporary, flags, 0o666), "wb") as file:
@@ -62,7 +63,8 @@ def replace(path: Path, data: bytes) -> None:
 def check_private(directory: Path) -> None:
     """Raise PermissionError if every user may replace the files in a directory."""
     # With the sticky bit, as /tmp has it, a user may replace only files of their own.
-    if directory.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise PermissionError(
             f"every user may replace the files in {directory}: chmod +t or o-w, or name another."
         )
@@ -104,6 +106,7 @@ def decoded(text: str | bytes, kind: type[T], title: str) -> T:
     except msgspec.ValidationError as error:
         # "Expected `int`, got `str` - at `$.rows[0].chunk`"
         reason = str(error).replace(" - at `$", ", at `").replace("`.", "`")
-        raise FileError(f"{title} is not valid: {reason[:1].lower()}{reason[1:300]}.") from None
+        reason = f"{reason[:1].lower()}{reason[1:300]}"
+        raise FileError(f"{title} is not valid: {reason}.") from None
     except (ValueError, TypeError, OverflowError) as error:
         raise FileError(f"{title} is not JSON: {str(error)[:300]}.") from None

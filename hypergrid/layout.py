@@ -95,21 +95,20 @@ class RankLayout:
                 f"{len(dims)} dim names {shown(list(dims))} were given {len(sizes)} sizes "
                 f"{shown(list(sizes))}. Give one size per name."
             )
-        for name in dims:
+        for name, size in zip(dims, sizes, strict=True):
             if not isinstance(name, str) or not name:
                 raise LayoutError(f"dim names must be non-empty strings, got {shown(list(dims))}.")
-        if len(set(dims)) != len(dims):
-            raise LayoutError(f"dim names must not repeat, got {shown(list(dims))}.")
-        for name, size in zip(dims, sizes, strict=True):
             if size < 1:
                 raise LayoutError(f"every size must be at least 1, got {name}={shown(size)}.")
+        if len(set(dims)) != len(dims):
+            raise LayoutError(f"dim names must not repeat, got {shown(list(dims))}.")
         if offset < 0:
             raise LayoutError(f"the rank offset must not be negative, got {shown(offset)}.")
         # The sizes 2, 2, 3 have the strides 1, 2, 4: the product of all, 12, is none. No sizes
         # have no stride.
-        strides = tuple(accumulate(sizes, operator.mul, initial=1))[:-1]
+        *strides, _ = accumulate(sizes, operator.mul, initial=1)
         # The dataclass is frozen.
-        self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=strides)
+        self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=tuple(strides))
 
     @classmethod
     def from_order(cls, order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
@@ -129,7 +128,8 @@ class RankLayout:
                     f"Add it to the order or make its size 1."
                 )
             dims.append(name)
-        return cls(tuple(dims), tuple([sizes[name] for name in dims]), offset)
+        sizes_in_order = tuple([sizes[name] for name in dims])
+        return cls(tuple(dims), sizes_in_order, offset)
 
     @cached_property
     def size(self) -> int:
@@ -164,23 +164,20 @@ class RankLayout:
         return rank in self.ranks
 
     def __repr__(self) -> str:
+        if self.size == 1:
+            return f"RankLayout(rank {self.offset})"
         # Dims of size 1 part no ranks: Megatron's layouts have up to five of them.
         named_sizes = []
         for dim, size in zip(self.dims, self.sizes, strict=True):
             if size > 1:
                 named_sizes.append(f"{dim}={size}")
-        if not named_sizes:
-            return f"RankLayout(rank {self.offset})"
-        last_rank = self.stop - 1
-        return f"RankLayout({'-'.join(named_sizes)}, ranks {self.offset}..{last_rank})"
+        sizes = "-".join(named_sizes)
+        return f"RankLayout({sizes}, ranks {span_of(self.ranks)})"
 
     def dim_size(self, dims: Dims) -> int:
         """Number of ranks in a group over ``dims``."""
         # Over tp=2 and dp=3: 6. Over no dim: 1.
-        size = 1
-        for axis in self.axes(dims):
-            size *= self.sizes[axis]
-        return size
+        return prod(self.sizes[axis] for axis in self.axes(dims))
 
     def size_of(self, dim: str) -> int:
         """The size of one dim; 1 if the layout does not have it."""
@@ -203,8 +200,9 @@ class RankLayout:
     def rank(self, **coordinates: int) -> int:
         """The rank at ``coordinates``; a dim left out counts as 0."""
         rank = self.offset
-        for axis, value in zip(self.axes(coordinates), coordinates.values(), strict=True):
-            dim = self.dims[axis]
+        self.axes(coordinates)  # refuses an unknown dim
+        for dim, value in coordinates.items():
+            axis = self.dims.index(dim)
             size = self.sizes[axis]
             coordinate = whole(value, f"coordinates such as {dim}")
             if not 0 <= coordinate < size:
@@ -216,13 +214,12 @@ class RankLayout:
 
     def shift(self, rank: int, dim: str, by: int = 1) -> int:
         """The rank ``by`` steps further along ``dim``, around its end."""
-        stride = self.stride(dim)  # refuses an unknown dim
-        coordinate = self.coordinate(rank)[dim]
-        steps = whole(by, "steps")
+        size = self.dim_size((dim,))  # refuses an unknown dim
+        coordinates = self.coordinate(rank)
         # Of four, two steps from coordinate 3 lead to coordinate 1.
-        shifted = (coordinate + steps) % self.size_of(dim)
-        distance = (shifted - coordinate) * stride
-        return rank + distance
+        steps = whole(by, "steps")
+        coordinates[dim] = (coordinates[dim] + steps) % size
+        return self.rank(**coordinates)
 
     def group(self, rank: int, dims: Dims) -> list[int]:
         """The group of ``rank`` over ``dims``, ascending. Costs O(size of the group)."""
@@ -251,9 +248,11 @@ class RankLayout:
         inner = self.axes(dims)
         if not as_given:
             inner.sort()
-        outer = [axis for axis in range(len(self.dims)) if axis not in inner]
+        axes = range(len(self.dims))
+        outer = [axis for axis in axes if axis not in inner]
         # The ranks of (tp=2, dp=3) as an array of that shape: its element (1, 2) is rank 5.
-        ranks = np.arange(self.offset, self.stop).reshape(self.sizes, order="F")
+        span = np.arange(self.offset, self.stop)
+        ranks = span.reshape(self.sizes, order="F")
         # Numpy's last axis is the fastest: the members of a group come to stand side by side.
         fastest_last = (inner + outer)[::-1]
         group_size = prod(self.sizes[axis] for axis in inner)
@@ -262,8 +261,8 @@ class RankLayout:
 
     def orthogonal(self, dims: Dims) -> tuple[str, ...]:
         """All dims that are not in ``dims``: a group and its orthogonal group share one rank."""
-        axes = self.axes(dims)
-        return tuple([dim for axis, dim in enumerate(self.dims) if axis not in axes])
+        named = ordered(self, dims)
+        return tuple([dim for dim in self.dims if dim not in named])
 
     def split(self, dim: str, parts: Mapping[str, int]) -> RankLayout:
         """The same span with ``dim`` factorised into ``parts``, fastest first.
@@ -344,5 +343,6 @@ def span_of(ranks: Sequence[int]) -> str:
             runs.append([rank])
     texts = []
     for run in runs:
-        texts.append("..".join(map(str, run)))
+        text = "..".join(map(str, run))
+        texts.append(text)
     return ",".join(texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 import reprlib
 from collections.abc import Sequence
@@ -49,15 +50,13 @@ def shown_apart(first: object, second: object) -> tuple[str, str]:
         return shown(first), shown(second)
     first_text = repr(first)
     second_text = repr(second)
-    equal_characters = 0
-    for first_character, second_character in zip(first_text, second_text, strict=False):
-        if first_character != second_character:
-            break
-        equal_characters += 1
+    equal_text = os.path.commonprefix([first_text, second_text])  # noqa: RUF071
     # Thirty characters before the difference and fifty behind it.
-    start = max(0, equal_characters - 30)
+    start = max(0, len(equal_text) - 30)
     end = start + 80
-    return f"...{first_text[start:end]}...", f"...{second_text[start:end]}..."
+    first_part = first_text[start:end]
+    second_part = second_text[start:end]
+    return f"...{first_part}...", f"...{second_part}..."
 
 
 def install_command(extra: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from itertools import groupby
@@ -104,7 +104,8 @@ class GroupRow:
         cut_groups = []
         for ranks in groups:
             for part in self.parts(len(ranks)):
-                cut_groups.append(tuple(ranks[place] for place in part))
+                members = tuple(ranks[place] for place in part)
+                cut_groups.append(members)
         return cut_groups
 
 
@@ -157,7 +158,8 @@ class GroupPlan:
         if row.explicit is not None:
             # A rank may be in several of them: "LABEL#0", "LABEL#3".
             places = row.places.get(rank, ())
-            return {f"{row.label}#{place}": row.explicit[place] for place in places}
+            label = row.label
+            return {f"{label}#{place}": row.explicit[place] for place in places}
         layout = self.layouts[row.layout]
         if rank in layout:
             for ranks in row.cuts([layout.group(rank, row.dims)]):
@@ -170,7 +172,8 @@ class GroupPlan:
         """Every group of ``row``, in Megatron's order, as [(0, 1), (2, 3)]. Costs O(world)."""
         if row.explicit is not None:
             return list(row.explicit)
-        return row.cuts(self.layouts[row.layout].groups(row.dims).tolist())
+        groups = self.layouts[row.layout].groups(row.dims)
+        return row.cuts(groups.tolist())
 
     def arrays(self, row: GroupRow) -> list[np.ndarray]:
         """Every group of ``row``, ascending: arrays of shape (groups, size)."""
@@ -203,15 +206,15 @@ class GroupPlan:
         layouts: dict[str, dict[str, Any]] = {}
         for name, layout in self.layouts.items():
             layouts[name] = {"dims": layout.dims, "sizes": layout.sizes, "offset": layout.offset}
-        default_row = GroupRow("", "", ())
+        defaults = vars(GroupRow("", "", ()))
         rows = []
         for row in self.rows:
             values = {}
-            for row_field in fields(row):
-                value = getattr(row, row_field.name)
+            for name, default in defaults.items():
+                value = getattr(row, name)
                 # A field with its default is left out, but for the dims of a group of one rank.
-                if row_field.name == "dims" or value != getattr(default_row, row_field.name):
-                    values[row_field.name] = value
+                if name == "dims" or value != default:
+                    values[name] = value
             if row.timeout is not None:
                 values["timeout"] = row.timeout.total_seconds()
             rows.append(values)

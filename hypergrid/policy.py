@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
@@ -235,8 +235,8 @@ class Agreement:
         return replace(self, epoch=other.epoch) == other
 
 
-def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[str, Any]:
-    """The agreement of all ranks, or an error: why what the policy asks is impossible."""
+def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> Agreement:
+    """The agreement of all ranks; AgreementError where what the policy asks is impossible."""
     obstacles = [of_rank.obstacle for of_rank in abilities if of_rank.obstacle]
     bounds = [of_rank.bound for of_rank in abilities if of_rank.bound]
     all_can_connect_lazily = all(of_rank.can_connect_lazily for of_rank in abilities)
@@ -248,15 +248,7 @@ def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> dict[s
         lazy=policy.connect == "lazy" and all_can_connect_lazily,
     )
     if policy.creation not in ("auto", agreement.way):
-        return {
-            "error": f"creation={policy.creation!r} is not possible here: {agreement.why}. Use "
-            f"'auto'."
-        }
-    return asdict(agreement)
-
-
-def accept(outcome: dict[str, Any]) -> Agreement:
-    """The agreement of this outcome; AgreementError if there is none."""
-    if "error" in outcome:
-        raise AgreementError(outcome["error"])
-    return Agreement(**outcome)
+        raise AgreementError(
+            f"creation={policy.creation!r} is not possible here: {agreement.why}. Use 'auto'."
+        )
+    return agreement

@@ -34,9 +34,7 @@ def meet_survivors(store: Store, ranks: Sequence[int], rank: int, timeout: timed
         try:
             if phase.arrive() == len(ranks):
                 phase.publish(_ALL_ARRIVED)
-            outcome = phase.outcome(
-                timeout, lambda missing: f"{missing} did not begin this life within {timeout}."
-            )
+            outcome = phase.outcome(timeout, f"did not begin this life within {timeout}.")
         except RuntimeError as error:
             raise AgreementError(f"rank {rank} lost the store: {in_words(error)}") from error
     if outcome != _ALL_ARRIVED:

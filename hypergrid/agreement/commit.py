@@ -7,7 +7,7 @@ the way of creation. In phase 2, ``all_or_none``, each arrives when it has its g
 
 Both phases are a ``Phase``: arrivals are counted in one number at the store, and one outcome is
 published for all. On success a phase costs two round trips, to arrive and to see the outcome, and
-a further one for each look of a rank that waits (``waits``).
+a further one for each look of a rank that waits. One that waits long says so (``waits``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -33,14 +33,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from hypergrid import __version__
 from hypergrid.agreement import reports
 from hypergrid.agreement.store import (
+    LONG_WAIT,
     abortable,
     another_connection,
     append,
     first_value,
     forget,
-    forget_lines,
     interval,
     lines,
+    look_beside,
     look_until,
     noticing_a_dead_link,
     peek,
@@ -49,26 +50,23 @@ from hypergrid.agreement.store import (
     stay_until,
     telling_of_a_lost_store,
 )
-from hypergrid.agreement.waits import (
-    Watch,
-    beside,
-    creations,
-    outcome_in,
-    publish_outcome,
-)
+from hypergrid.agreement.waits import Watch
 from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.layout import span_of
 from hypergrid.messages import few, in_words, shortened
-from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
+from hypergrid.policy import Abilities, Agreement, Policy, choose
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 NO_ADDRESS = "published no address to connect to"  # in the error of a rank that waited for another
 _FAILED = 1  # a rank that has failed arrives in phase 2 with this digest, the others with 0
+_CREATED = "created"  # an outcome of phase 2: all ranks have their groups
 _COMPARE = "compare"  # an outcome: ranks differ, and each reports its proposal in full
 _ROLL_CALL = "roll call"  # an outcome: a rank is missing, and each answers
 _FOR_REPORTS = timedelta(seconds=30)  # that ranks wait for the rank that decides on the reports
 _UNTIL_SET = timedelta(seconds=4)  # that ranks wait for the outcome of a rank that has decided
 _SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
+_DEFAULTS = Policy()
+_NO_OBSTACLE = Abilities()
 _log = logging.getLogger(__name__)
 
 
@@ -104,8 +102,8 @@ def prepare(
     store: Store | None,
     ranks: Sequence[int],
     proposal: Mapping[str, Any],
-    policy: Policy,
-    abilities: Abilities,
+    policy: Policy = _DEFAULTS,
+    abilities: Abilities = _NO_OBSTACLE,
     timeout: timedelta | None = None,
     life: int | None = None,
     call: str = "creating groups",
@@ -135,7 +133,7 @@ def prepare(
     memory = _memory()
     if store is None:
         epoch = f"{span_of(ranks)}/alone/{memory.count_alone(ranks)}"
-        return accept(choose(epoch, policy, [abilities]))
+        return choose(epoch, policy, [abilities])
     timeout = _bounded(timeout)
     begin = time.monotonic()
     round_ = _Round(store, ranks, memory, life, call)
@@ -144,7 +142,7 @@ def prepare(
         if refused is not None:  # the other ranks do not know it yet: this call is theirs
             refused.outcome(timeout)
         round_.arrive({**proposal, **asdict(policy), "hypergrid": __version__}, abilities, policy)
-        agreement = accept(round_.outcome(timeout))
+        agreement = _agreement_of(round_.outcome(timeout))
         _log.info(
             "%s: ranks %s agreed in %.3f s, epoch %s, created by %s",
             call,
@@ -188,20 +186,16 @@ def all_or_none(
     rank = dist.get_rank()
     commit_store = PrefixStore(f"hypergrid/{epoch}/commit", store)
     phase = Phase(commit_store, ranks, rank, call=call, done="have created their groups")
-
-    def absent(missing: str) -> str:
-        return f"{missing} did not finish creating groups within {timeout}. Look at their logs."
-
-    watch = phase.watch
-    watch.timeout = timeout
-    watch.label = "its first group"
-    creations.append(watch)
+    phase.timeout = timeout
+    phase.label = "its first group"
+    absent = f"did not finish creating groups within {timeout}. Look at their logs."
+    _creations.append(phase)
     try:
-        with beside(phase.look):
+        with look_beside(phase.look):
             try:
                 yield
             finally:
-                watch.label = ""  # it creates no group any more
+                phase.label = ""  # it creates no group any more
     except BaseException as error:
         raise_if_waits_ended()  # nothing is to wait any more, also not for the store
         reason = str(error) if isinstance(error, CreationError) else in_words(error)
@@ -222,23 +216,61 @@ def all_or_none(
             raise CreationError(text) from error.__cause__
         raise
     finally:
-        creations.remove(watch)
+        _creations.pop()
     begin = time.monotonic()
     with telling_of_a_lost_store():
         if phase.arrive() == len(ranks) and phase.all_equal(0):
-            phase.publish("")
+            phase.publish(_CREATED)
             with suppress(RuntimeError):  # what is published stands
                 reports.clear_before(store, epoch)
         # A rank that is stuck in torch finds out after the timeout, and knows better why.
-        failure = phase.outcome(timeout + timedelta(seconds=5), absent)
-    if failure:
+        outcome = phase.outcome(timeout + timedelta(seconds=5), absent)
+    if outcome != _CREATED:
         with suppress(RuntimeError):  # what has been read stands, also if the store is lost
             phase.leave_after_a_failure(store, all_come=True)
         raise CreationError(
             f"rank {rank} rolled back its groups, as another rank could not create its own: "
-            f"{failure}"
+            f"{outcome}"
         )
     _log.info("%s: confirmed by all ranks in %.3f s", call, time.monotonic() - begin)
+
+
+_creations: list[Phase] = []  # phase 2 of what this process creates, the outermost first
+
+
+def at_label(label: str) -> None:
+    """This process now creates the groups of ``label``."""
+    if _creations:
+        _creations[-1].label = label
+
+
+def another_rank_failed() -> bool:
+    """Whether a rank that creates groups with this one has failed.
+
+    Called while this rank waits for others, which it tells them the first time.
+    """
+    if not _creations:
+        return False
+    phase = _creations[-1]
+    if not phase.is_known_to_wait:
+        phase.is_known_to_wait = True
+        append(phase.store, "waiting", str(phase.rank))
+    # Before this rank has arrived, there is an outcome only after a failure.
+    return peek(phase.store, "outcome") is not None
+
+
+def let_waiting_ranks_fail_first(ranks: Collection[int], timeout: timedelta) -> None:
+    """Before this rank gives up on ``ranks``: those that wait themselves know better for whom.
+
+    Rank 3 waits for rank 2, which waits for rank 0, which has ended: rank 2 is to name rank 0.
+    """
+    if not _creations:
+        return
+    store = _creations[-1].store
+    waiting = {int(line) for line in lines(store, "waiting")}
+    if not waiting.isdisjoint(ranks):
+        with suppress(RuntimeError):  # they have ended meanwhile
+            look_until(functools.partial(peek, store, "outcome"), timeout)
 
 
 # Held by the one thread of this process that agrees or creates, which may nest such calls.
@@ -341,7 +373,7 @@ def _tell(
         memory.refused[round_.span] = round_
         text = f"{type(error).__name__}: {str(error)[:2000]}"
         with noticing_a_dead_link(store, timedelta(seconds=10)):
-            round_.arrive({"refused": text}, Abilities(), Policy())
+            round_.arrive({"refused": text})
             round_.report()  # now: this rank may be gone when the others compare
     return memory.refused[round_.span]
 
@@ -371,6 +403,7 @@ def _memory() -> _Memory:
     return _memories.setdefault(dist.group.WORLD, _Memory())
 
 
+@dataclass
 class _Round:
     """One rendezvous of ``ranks``; the next one begins when its outcome is published.
 
@@ -378,22 +411,17 @@ class _Round:
     it arrived, and with which digest.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        ranks: Sequence[int],
-        memory: _Memory,
-        life: int | None = None,
-        call: str = "creating groups",
-    ) -> None:
-        self.store = store
-        self.ranks = ranks
-        self.memory = memory
-        self.life = life
-        self.call = call
+    store: Store
+    ranks: Sequence[int]
+    memory: _Memory
+    life: int | None = None
+    call: str = "creating groups"
+    has_reported: bool = False
+
+    def __post_init__(self) -> None:
         self.rank = dist.get_rank()
-        self.span = span_of(ranks)
-        self.window_store = PrefixStore(f"hypergrid/{self.span}", store)
+        self.span = span_of(self.ranks)
+        self.window_store = PrefixStore(f"hypergrid/{self.span}", self.store)
         # Says for each rank where it arrived last: window, round, digest.
         self._arrival_key = f"hypergrid/at/{self.rank}"
 
@@ -404,9 +432,14 @@ class _Round:
     def _phase(self, number: int) -> Phase:
         store = PrefixStore(f"{number}/prepare", self.window_store)
         begin_next_round = functools.partial(self.window_store.add, "round", 1)
-        return Phase(store, self.ranks, self.rank, begin_next_round, _as_error, self.call)
+        return Phase(store, self.ranks, self.rank, begin_next_round, self.call)
 
-    def arrive(self, proposal: dict[str, Any], abilities: Abilities, policy: Policy) -> None:
+    def arrive(
+        self,
+        proposal: dict[str, Any],
+        abilities: Abilities = _NO_OBSTACLE,
+        policy: Policy = _DEFAULTS,
+    ) -> None:
         """Arrive with what this rank proposes; the last of all publishes the outcome."""
         text = json.dumps([proposal, asdict(abilities)], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).digest()
@@ -415,14 +448,13 @@ class _Round:
         self.entry = [self.rank, *json.loads(text)]
         self.policy = policy
         self.number = self.memory.rounds.get(self.span, 0)
-        replaced_round, replaced_digest = self._arrival_of_dead_process()
+        digest_of_dead_process = self._arrival_of_dead_process()
         while True:
             self.phase = self._phase(self.number)
             self.store.set(self._arrival_key, f"{self.span} {self.number} {self.digest}")
             # A dead process that this one replaces may have arrived in the same round: then its
             # digest is taken back, or the rank would count twice.
-            replaced = replaced_digest if replaced_round == self.number else None
-            arrivals = self.phase.arrive(self.digest, replaced)
+            arrivals = self.phase.arrive(self.digest, digest_of_dead_process.get(self.number))
             if arrivals <= len(self.ranks):
                 break
             # The others gave up on this round before this rank came: join the one that is open.
@@ -435,25 +467,21 @@ class _Round:
         outcome = _COMPARE
         if self.phase.all_equal(self.digest) and "refused" not in proposal:
             # All have the abilities and the policy of this rank.
-            agreement = choose(self.epoch, policy, [abilities])
-            outcome = json.dumps(agreement)
+            outcome = _chosen(self.epoch, policy, [abilities])
         self.phase.publish(outcome)
 
-    def _arrival_of_dead_process(self) -> tuple[int | None, int]:
-        """The round and the digest with which a dead process arrived here as this rank."""
+    def _arrival_of_dead_process(self) -> dict[int, int]:
+        """By round, the digest with which a dead process arrived here as this rank; often none."""
         if self.memory.is_registered:
-            return None, 0
+            return {}
         self.memory.is_registered = True
         arrival = first_value(self.store, self._arrival_key, "here")
         if arrival == "here":  # no process was here before
-            return None, 0
+            return {}
         self.number = self.window_store.add("round", 0)
         # Such as "0..7 3 9114861777597660798": window, round, digest.
-        span, *numbers = arrival.split(" ")
-        if span != self.span or len(numbers) < 2:
-            return None, 0
-        round_number, digest = numbers
-        return int(round_number), int(digest)
+        span, number, digest = arrival.split(" ")
+        return {int(number): int(digest)} if span == self.span else {}
 
     def _overlaps(self, life: int) -> bool:
         """Register this window; if it overlaps others of the same life, all of them fail."""
@@ -461,9 +489,7 @@ class _Round:
         append(self.store, key, json.dumps([list(self.ranks), self.number]))
         windows = lines(self.store, key)
         if len(windows) == 1 and life > 2:
-            past = f"hypergrid/windows/{life - 2}"
-            forget(self.store, past)
-            forget_lines(self.store, past)
+            forget(self.store, f"hypergrid/windows/{life - 2}")
         overlaps = False
         for window in windows:
             ranks, number = json.loads(window)
@@ -472,109 +498,119 @@ class _Round:
                 continue
             overlaps = True
             first, second = sorted([self.span, span_of(ranks)])
-            outcome = _as_error(
+            error = (
                 f"the windows {first} and {second} overlap: {len(common)} ranks ({few(common)}) "
                 f"are in both, and each would wait for them. Give all ranks of a window the same "
                 f"rank_offset and local_world_size."
             )
             other = _Round(self.store, ranks, self.memory)
             if other.window_store.add("round", 0) == number:  # it waits; else it has its groups
-                other._phase(number).publish(outcome, early=True)
-            self.phase.publish(outcome, early=True)
+                other._phase(number).publish(error, early=True)
+            self.phase.publish(error, early=True)
         return overlaps
 
-    def wait(self, patience: timedelta) -> dict[str, Any]:
-        """The decision, if it comes within ``patience``; else RuntimeError, and no roll call."""
-        look_until(functools.partial(outcome_in, self.phase.store), patience)
-        return self.outcome(patience)
+    def wait(self, patience: timedelta) -> None:
+        """Wait for the outcome; after ``patience`` RuntimeError, and no roll call."""
+        look_until(functools.partial(peek, self.phase.store, "outcome"), patience)
+        self.outcome(patience)
 
-    def outcome(self, timeout: timedelta) -> dict[str, Any]:
-        """The decision; after ``timeout``, the ranks that are missing."""
-
-        def absent(missing: str) -> str:
-            return (
-                f"{missing} did not reach group creation within {timeout}. Look at their logs, or "
-                f"give them more time by distributed_timeout_minutes, or by the timeout of a grid."
-            )
-
+    def outcome(self, timeout: timedelta) -> str:
+        """The agreement as JSON, or an error; after ``timeout``, the ranks that are missing."""
+        absent = (
+            f"did not reach group creation within {timeout}. Look at their logs, or give them more "
+            f"time by distributed_timeout_minutes, or by the timeout of a grid."
+        )
         try:
-            text = self.phase.outcome(timeout, absent, self._compare)
+            outcome = self.phase.outcome(timeout, absent)
+            if outcome == _COMPARE:
+                self.report()
+                outcome = self.phase.final(self._decide)
         except AbortedError:  # a rank that is still to arrive must not count on this one
             error = (
                 f"rank {self.rank} left before all had arrived: hypergrid.abort() was called "
                 f"there. Call it on all ranks."
             )
             with suppress(RuntimeError):  # the store is lost
-                self.phase.publish(_as_error(error), early=True)
+                self.phase.publish(error, early=True)
             raise
         finally:
             self.memory.rounds[self.span] = self.number + 1
             self.memory.refused.pop(self.span, None)
-        outcome: dict[str, Any] = json.loads(text)
-        if "error" in outcome:
+        if not _is_agreement(outcome):
             with suppress(RuntimeError):  # what has been read stands, also if the store is lost
                 self.phase.leave_after_a_failure(self.store)
         return outcome
 
     def report(self) -> None:
-        """Report in full what this rank arrived with; the last one decides for all."""
-        if self.phase.report(self.digest, self.entry):
+        """Report in full, once, what this rank arrived with; the last one decides for all."""
+        if self.has_reported:
+            return
+        self.has_reported = True
+        is_first = self.rank == self.ranks[0]
+        count = reports.report(self.phase.store, self.entry, self.digest, is_first)
+        if count == len(self.ranks):
             self.phase.store.set("final", self._decide())
-
-    def _compare(self) -> str:
-        self.report()
-        return self.phase.final(self._decide)
 
     def _decide(self) -> str:
         reported = reports.entries(self.phase.store)
         error = reports.difference(reported, self.span)
         if error:
-            return _as_error(error)
+            return error
         abilities = [Abilities(**entry.abilities) for entry in reported]
-        return json.dumps(choose(self.epoch, self.policy, abilities))
+        return _chosen(self.epoch, self.policy, abilities)
 
 
-def _as_error(text: str) -> str:
-    """The outcome of a round that fails."""
-    return json.dumps({"error": text})
+def _chosen(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> str:
+    """The outcome of a round in which all propose the same: the agreement as JSON, or an error."""
+    try:
+        agreement = choose(epoch, policy, abilities)
+    except AgreementError as error:
+        return str(error)
+    return json.dumps(asdict(agreement))
 
 
+def _is_agreement(outcome: str) -> bool:
+    return outcome.startswith("{")  # no error does
+
+
+def _agreement_of(outcome: str) -> Agreement:
+    if not _is_agreement(outcome):
+        raise AgreementError(outcome)
+    return Agreement(**json.loads(outcome))
+
+
+@dataclass
 class Phase:
     """One tally of a window: which ranks arrived, whether all said the same, what came of it.
 
     ``store`` is for this phase alone. The rank that publishes the outcome calls ``closing`` before
-    it can be read. ``as_error`` makes an outcome of the text of an error. ``call``, ``done`` and
-    ``all_connected`` are those of its ``Watch``.
+    it can be read: JSON, or the text of an error. ``call``, ``done``, ``all_connected`` and
+    ``timeout`` are those of its ``Watch``; ``label`` is of the groups that this rank creates at
+    the moment. ``is_known_to_wait``: this rank has told the others that it waits for addresses of
+    theirs.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        ranks: Sequence[int],
-        rank: int,
-        closing: Callable[[], object] = bool,
-        as_error: Callable[[str], str] = str,
-        call: str = "creating groups",
-        done: str = "are here",
-        all_connected: bool = True,
-    ) -> None:
-        self.store = store
-        self.ranks = ranks
-        self.rank = rank
-        self.call = call
-        self._done = done
-        self._all_connected = all_connected
-        self._closing = closing
-        self._as_error = as_error
+    store: Store
+    ranks: Sequence[int]
+    rank: int
+    closing: Callable[[], object] = bool
+    call: str = "creating groups"
+    done: str = "are here"
+    all_connected: bool = True
+    timeout: timedelta | None = None
+    label: str = ""
+    is_known_to_wait: bool = False
+    _tally: int = 0
+    _some_are_absent: bool = False
+
+    def __post_init__(self) -> None:
+        self._begin = time.monotonic()
         # One number of 62 bits holds the arrivals and, above them, the sum of the digests. For
         # 8 ranks: 6 bits count up to 8, as many again when the tally is closed, and late ones;
         # 52 bits of each digest are added, whose sum has 56.
-        count_bits = len(ranks).bit_length()
+        count_bits = len(self.ranks).bit_length()
         self._shift = count_bits + 2
         self._modulus = 1 << (62 - self._shift - count_bits)
-        self._tally = 0
-        self._is_last_to_report: bool | None = None
-        self._some_are_absent = False
 
     def arrive(self, digest: int = 0, replaced_digest: int | None = None) -> int:
         """Add this rank to the tally; gives how many have arrived, more than all if it is closed.
@@ -620,58 +656,58 @@ class Phase:
             return False
         if early:
             self._tally = self.store.add("arrived", len(self.ranks))
-        self._closing()
-        publish_outcome(self.store, outcome)
+        self.closing()
+        self.store.set("outcome", outcome)
         _log.debug("%s: published the outcome %s", self.call, outcome)
         return True
 
-    def outcome(
-        self,
-        timeout: timedelta,
-        absent: Callable[[str], str],
-        compared: Callable[[], str] = str,
-    ) -> str:
+    def outcome(self, timeout: timedelta, absent: str) -> str:
         """Wait for the outcome; after ``timeout`` this rank calls the roll.
 
-        ``absent`` makes the error if ranks are missing, which it is given in words; ``compared``
-        gives the outcome if ranks differ.
+        ``absent`` is the end of the error if ranks are missing: "did not arrive within 1 minute."
         """
+        self.timeout = timeout
+        calls_the_roll = False
         try:
-            self.watch.timeout = timeout
             outcome = look_until(self.look, timeout, len(self.ranks))
         except RuntimeError:
-            if self.publish(_ROLL_CALL, early=True):
-                return self._call_roll(absent)
-            outcome = self._adopted_decision()
-        if outcome == _ROLL_CALL:
-            self._some_are_absent = True
-            reports.answer(self.store, self.rank)
-            return self.final(lambda: self._absence(absent))
-        if outcome == _COMPARE:
-            return compared()
-        return outcome
+            calls_the_roll = self.publish(_ROLL_CALL, early=True)
+            outcome = self._decision()
+        if outcome != _ROLL_CALL:
+            return outcome
+        self._some_are_absent = True
+        reports.answer(self.store, self.rank)
+        if calls_the_roll:
+            # Closing has added as many arrivals as there are ranks.
+            arrived = self._arrivals - len(self.ranks)
+            reports.wait_for_answers(self.store, arrived, self._patience)
+            self.store.set("final", self._absence(absent))
+        return self.final(lambda: self._absence(absent))
 
     @functools.cached_property
-    def watch(self) -> Watch:
-        """This rank's wait for the others, from the beginning of the phase on."""
+    def _watch(self) -> Watch:
         return Watch(
             self.store,
             self.ranks,
             self.rank,
             self.call,
-            self._count,
-            self._done,
-            self._all_connected,
+            arrived=self._count,
+            done=self.done,
+            all_connected=self.all_connected,
+            begin=self._begin,
         )
 
     def look(self) -> str | None:
-        """The outcome, None while there is none; this rank says for whom it waits.
+        """The outcome, None while there is none. A rank that waits long says for whom.
 
         A rank that has ended makes the phase fail for all.
         """
-        outcome = self.watch.look()
-        if outcome is None and self.watch.ended:
-            self.publish(self._as_error(self.watch.ended_in_words()), early=True)
+        outcome = peek(self.store, "outcome")
+        if outcome is None and time.monotonic() - self._begin >= LONG_WAIT:
+            self._watch.timeout = self.timeout
+            self._watch.look(self.label)
+            if self._watch.ended:
+                self.publish(self._watch.ended_in_words(), early=True)
         return outcome
 
     def _count(self) -> int:
@@ -679,51 +715,29 @@ class Phase:
         self._tally = self.store.add("arrived", 0)
         return self._arrivals
 
-    def _adopted_decision(self) -> str:
-        """Another rank has decided. It may have ended before it could set the outcome."""
-        look = functools.partial(outcome_in, self.store)
+    def _decision(self) -> str:
+        """The outcome, where a rank has decided. It may have ended before it could set it."""
+        look = functools.partial(peek, self.store, "outcome")
         try:
             return look_until(look, _UNTIL_SET, len(self.ranks))
         except RuntimeError:
-            decision = peek(self.store, "closed")
+            decision = peek(self.store, "closed") or ""
             outcome = decision.partition(" ")[2]
-            publish_outcome(self.store, outcome)
+            self.store.set("outcome", outcome)
             return outcome
 
-    def _absence(self, absent: Callable[[str], str]) -> str:
-        missing = reports.missing(self.store, self.ranks)
-        return self._as_error(absent(missing))
-
-    def _call_roll(self, absent: Callable[[str], str]) -> str:
-        self._some_are_absent = True
-        reports.answer(self.store, self.rank)
-        # Closing has added as many arrivals as there are ranks.
-        arrived = self._arrivals - len(self.ranks)
-        reports.wait_for_answers(self.store, arrived, self._patience)
-        outcome = self._absence(absent)
-        self.store.set("final", outcome)
-        return outcome
-
-    def report(self, digest: int, entry: Sequence[Any]) -> bool:
-        """Report what this rank arrived with, once; whether it is the last, which decides."""
-        if self._is_last_to_report is not None:
-            return False
-        is_first = self.rank == self.ranks[0]
-        count = reports.report(self.store, entry, digest, is_first)
-        self._is_last_to_report = count == len(self.ranks)
-        return self._is_last_to_report
+    def _absence(self, absent: str) -> str:
+        return f"{reports.missing(self.store, self.ranks)} {absent}"
 
     def final(self, decide: Callable[[], str]) -> str:
         """The outcome that one rank decides on the reports of all."""
-
-        def look() -> str | None:
-            return peek(self.store, "final") or None
-
+        look = functools.partial(peek, self.store, "final")
         try:
             return look_until(look, _FOR_REPORTS, len(self.ranks))
         except RuntimeError:  # the rank that was to decide has ended meanwhile
-            self.store.set("final", decide())
-        return peek(self.store, "final")
+            decision = decide()
+            self.store.set("final", decision)
+            return decision
 
     def leave_after_a_failure(self, default: Store, all_come: bool = False) -> None:
         """Wait, where this process serves the store, until the others have read it too.

@@ -7,10 +7,10 @@ processes. A connection is its other end in text, such as "10.0.0.7:41234".
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Iterable
 from contextlib import suppress
 
+import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hypergrid.agreement.store import descriptors_to, duplicate, innermost, plain
@@ -64,8 +64,8 @@ def _established(rows: Iterable[str], family: int, served_port: int) -> set[str]
             continue
         address, _, port = remote.partition(":")
         # Words of four bytes, each written as a number of this machine.
-        words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-        packed = struct.pack(f"={len(words)}I", *words)
+        big_endian = np.frombuffer(bytes.fromhex(address), ">u4")
+        packed = big_endian.astype("=u4").tobytes()
         host = socket.inet_ntop(family, packed)
         ends.add(f"{plain(host)}:{int(port, 16)}")
     return ends

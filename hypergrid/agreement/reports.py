@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hypergrid.agreement.store import append, forget, forget_lines, lines
-from hypergrid.agreement.waits import PLACES, WAITING
+from hypergrid.agreement.store import append, forget, lines
+from hypergrid.agreement.waits import CLAIMS, PLACES
 from hypergrid.messages import few, shown_apart
 
 _KEYS = (
@@ -25,8 +25,9 @@ _KEYS = (
     "present",
     "entries",
     "told",
-    WAITING,
+    "waiting",
     PLACES,
+    CLAIMS,
     "final",
     "read",
 )
@@ -55,7 +56,8 @@ def missing(store: Store, ranks: Sequence[int]) -> str:
     absent = [rank for rank in ranks if rank not in present]
     if not absent:
         return f"one of {len(ranks)} ranks, which has arrived since,"
-    return f"{len(absent)} of {len(ranks)} ranks ({few(absent)})"
+    names = few(absent)
+    return f"{len(absent)} of {len(ranks)} ranks ({names})"
 
 
 class Entry(NamedTuple):
@@ -112,7 +114,8 @@ def difference(reported: Sequence[Entry], span: str) -> str:
         usual = first.proposal.get(name)
         if rare != usual:
             rare, usual = shown_apart(rare, usual)
-            fields[name] = f"{name} is {rare} on {where} and {usual} on rank {first.rank}"
+            on_rarest = f"{rare} on {where}"
+            fields[name] = f"{name} is {on_rarest} and {usual} on rank {first.rank}"
     if len(fields) > 1:  # the plan's digest says less than other fields
         fields.pop("plan", None)
     return (
@@ -132,8 +135,6 @@ def clear_before(store: Store, epoch: str) -> None:
         for line in lines(prepare, "entries"):
             digest, _ = json.loads(line)
             forget(prepare, f"of/{digest}")
-        forget_lines(prepare, "entries", "present", PLACES)
         forget(prepare, *_KEYS)
         commit = PrefixStore(f"hypergrid/{span}/{earlier}/commit", store)
-        forget_lines(commit, "present", WAITING, PLACES)
         forget(commit, *_KEYS)

@@ -21,9 +21,10 @@ from hypergrid import of_torch
 from hypergrid.errors import AbortedError, AgreementError, CreationError
 from hypergrid.messages import in_words
 
+LONG_WAIT = 8.0  # seconds that a rank waits, or creates groups, until it writes where it is
 _DESCRIPTORS = "/proc/self/fd"
-_GIVEN_UP_AFTER = 3.0  # seconds of a wait after which a rank asks whether it is in vain
 _NO_VALUE = "?"
+_NO_COMPARE_SET = (AttributeError, NotImplementedError, RuntimeError)  # of a store in Python
 _FIRST_PAUSE = 0.0005  # seconds between the first two looks of a rank that waits
 _LOOKS_A_SECOND = 20_000  # by all ranks together: a fifth of what a TCPStore can answer
 T = TypeVar("T")
@@ -125,50 +126,61 @@ def _sleep(seconds: float) -> None:
         time.sleep(min(0.5, max(0, end - time.monotonic())))
 
 
-def wait(
-    store: Store, keys: list[str], timeout: timedelta, ranks: int, given_up: Callable[[], bool]
-) -> None:
-    """Wait for ``keys``, as ``ranks`` do; DistStoreError after ``timeout``, and AbortedError.
+@contextmanager
+def look_beside(look: Callable[[], object]) -> Iterator[None]:
+    """Call ``look`` from time to time in a thread, while torch may block this one inside.
 
-    DistStoreError also when ``given_up``, which is asked after three seconds, says that the keys
-    will not come.
+    The first call is after 8 s. An error in it ends the thread, and nothing else.
     """
-    begin = time.monotonic()
+    is_over = threading.Event()
 
-    def look() -> bool | None:
-        if store.check(keys):
-            return True
-        if time.monotonic() - begin > _GIVEN_UP_AFTER and given_up():
-            raise dist.DistStoreError("others have given up.")
-        return None
+    def run() -> None:
+        pause = LONG_WAIT
+        with suppress(Exception):  # the store is lost: who is inside will hear of it
+            while not is_over.wait(pause):
+                look()
+                pause = 0.5
 
-    look_until(look, timeout, ranks)
+    thread = threading.Thread(target=run, name="hypergrid waits", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no memory for a thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(1.0)  # no longer than one call to the store
 
 
-def forget(store: Store, *keys: str) -> None:
-    """Delete keys, if the store can: that of torchelastic in etcd cannot."""
+def forget(store: Any, *keys: str) -> None:
+    """Delete keys, and what was appended, if the store can: that of torchelastic in etcd cannot."""
     with suppress(RuntimeError):
         for key in keys:
+            if not store.has_extended_api():
+                for line_key in (*_line_keys(store, key), f"{key}/lines"):
+                    store.delete_key(line_key)
             store.delete_key(key)
 
 
-def peek(store: Store, key: str) -> str:
-    """The value of a key, "" if it has none; in one round trip where the store can."""
+def peek(store: Store, key: str) -> str | None:
+    """The value of a key, None if it has none; in one round trip where the store can."""
     try:
         value: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)  # which a missing key gives too
-    except (AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
+    except _NO_COMPARE_SET:
         if not store.check([key]):
-            return ""
+            return None
         value = store.get(key)
     text = value.decode()
-    return "" if text == _NO_VALUE else text
+    return None if text == _NO_VALUE else text
 
 
 def first_value(store: Store, key: str, value: str) -> str:
     """The value of ``key``, which is ``value`` from now on if it had none."""
     try:
         current: bytes = store.compare_set(key, "", value)
-    except (AttributeError, NotImplementedError, RuntimeError):  # of a store in Python
+    except _NO_COMPARE_SET:
         if store.add(f"{key}/set", 1) == 1:
             store.set(key, value)
         current = store.get(key)
@@ -188,14 +200,8 @@ def lines(store: Any, key: str) -> list[str]:
     """The lines that have been appended so far."""
     if not store.has_extended_api():
         return [store.get(line_key).decode() for line_key in _line_keys(store, key)]
-    return peek(store, key).splitlines()
-
-
-def forget_lines(store: Any, *keys: str) -> None:
-    """Delete what was appended where each line is a key of its own."""
-    if not store.has_extended_api():
-        for key in keys:
-            forget(store, *_line_keys(store, key), f"{key}/lines")
+    text = peek(store, key) or ""
+    return text.splitlines()
 
 
 def _line_keys(store: Store, key: str) -> list[str]:
@@ -249,27 +255,29 @@ def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
     Only where the system has these socket options (Linux), and not for other stores.
     """
     seconds = timeout.total_seconds()
+    # Linux has all of these options, other systems some.
     values = {
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
-        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", None)): max(1, int(seconds / 4)),
-        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPINTVL", None)): max(1, int(seconds / 8)),
-        (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)): int(seconds * 500),
+        (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE"): max(1, int(seconds / 4)),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL"): max(1, int(seconds / 8)),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT"): int(seconds * 500),
     }
     connections = _connections(store)
     before = []
     for connection in connections:
-        for (level, option), value in values.items():
-            if option is not None:
-                with suppress(OSError):  # a value that this system does not accept
-                    old_value = connection.getsockopt(level, option)
-                    before.append((connection, level, option, old_value))
-                    connection.setsockopt(level, option, value)
+        for (level, name), value in values.items():
+            # No such option, or a value that this system does not accept.
+            with suppress(AttributeError, OSError):
+                option = getattr(socket, name)
+                old_value = connection.getsockopt(level, option)
+                connection.setsockopt(level, option, value)
+                before.append((connection, level, option, old_value))
     try:
         yield
     finally:
-        for connection, level, option, old_value in reversed(before):  # one may be here twice
+        for connection, *old in reversed(before):  # one may be here twice
             with suppress(OSError):
-                connection.setsockopt(level, option, old_value)
+                connection.setsockopt(*old)
         for connection in connections:
             connection.close()
 
@@ -315,13 +323,11 @@ def _serves(store: Store) -> bool:
     served = innermost(store)
     if not hasattr(served, "port"):
         return False
-    if not os.path.isdir(_DESCRIPTORS):
-        return dist.get_rank() == 0  # torch's choice, unless a launcher serves the store
 
-    def serves(connection: socket.socket) -> bool:
+    def listens_there(connection: socket.socket) -> bool:
         return listens(connection) and connection.getsockname()[1] == served.port
 
-    return bool(sockets(serves, descriptors()))
+    return bool(sockets(listens_there, descriptors()))
 
 
 def innermost(store: Any) -> Any:

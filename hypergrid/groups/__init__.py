@@ -4,6 +4,6 @@ Begin with ``grid.HyperCommGrid``: ``create_pg("tp-dp")`` asks its ``pool.GroupP
 The pool lets the ranks agree (``hypergrid.agreement``), then ``creation`` asks torch for the group,
 by its members alone, by a split or with every rank: the rules of each backend are there, and what
 gloo needs in ``gloo``. ``closing`` ends groups, ``abort`` frees a rank that waits in one,
-``suspension`` frees their memory for a while. ``environment`` is another way to ask for groups: by
-names.
+``suspension`` frees their memory for a while. ``meshes`` makes a ``DeviceMesh`` of a grid's groups,
+``validate`` checks grids that are used together.
 """

@@ -91,14 +91,12 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     begin = time.monotonic()
     store.end_waits()
     pools = live_pools()
-    labels = []  # of the groups that end
     name_of: dict[ProcessGroup, str] = {}
     for pool in pools:
-        for group, label in label_of(pool.groups).items():
-            # In a forked child the groups of its parent are only forgotten.
-            if group not in closing.inherited:
-                labels.append(label)
-                name_of[group] = label
+        name_of.update(label_of(pool.groups))
+    for group in closing.inherited:  # in a forked child the groups of its parent: only forgotten
+        name_of.pop(group, None)
+    labels = tuple(name_of.values())  # of the groups that end
     if default and dist.is_initialized():
         gloo.note_default()
         default_group = of_torch.default_group()
@@ -108,10 +106,7 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
         # Groups of outside code end too. Their sockets are left alone.
         for group in of_torch.registered_groups():
             name_of.setdefault(group, group.group_desc)
-    ending = [group for group in name_of if of_torch.is_registered(group)]
-    for group in closing.unfinished():
-        if group not in ending:
-            ending.append(group)
+    ending = dict.fromkeys([*name_of, *closing.unfinished()])  # each once
     for group, reason in closing.free(ending, timeout).items():
         name = name_of.get(group, "a group of an earlier abort()")
         warnings.warn(f"could not abort {name}: {reason}", RuntimeWarning, stacklevel=2)
@@ -130,4 +125,4 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
         time.monotonic() - begin,
         ", ".join(labels),
     )
-    return Aborted(tuple(labels), connections)
+    return Aborted(labels, connections)

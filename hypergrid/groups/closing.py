@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
 from hypergrid.agreement.store import end_waits, shared_store
-from hypergrid.agreement.waits import ClosingWatch, beside
+from hypergrid.agreement.waits import watched_closing
 from hypergrid.messages import in_words
 
 LIMIT = timedelta(seconds=30)  # that all aborts together may take
@@ -35,7 +35,8 @@ class _Abort(threading.Thread):
     """Torch's abort of one group, which may wait for others."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(name=f"aborting {of_torch.registered_groups().get(group)}", daemon=True)
+        name = of_torch.registered_groups().get(group)
+        super().__init__(name=f"aborting {name}", daemon=True)
         self.error: Exception | None = None
         self._group: ProcessGroup | None = group
         try:
@@ -104,7 +105,11 @@ def free(groups: Iterable[ProcessGroup], limit: timedelta = LIMIT) -> dict[Proce
 
 def unfinished() -> list[ProcessGroup]:
     """The groups whose abort failed, or goes on."""
-    return [group for group, thread in [*_aborts.items()] if thread.is_alive() or thread.error]
+    groups = []
+    for group, thread in [*_aborts.items()]:
+        if thread.is_alive() or thread.error:
+            groups.append(group)
+    return groups
 
 
 def abort(groups: Iterable[ProcessGroup]) -> dict[ProcessGroup, str]:
@@ -125,28 +130,23 @@ def close(label_of: Mapping[ProcessGroup, str]) -> dict[ProcessGroup, str]:
     reasons = {}
     name_of = of_torch.registered_groups()
     store = shared_store() if label_of else None
-    watch = None if store is None else ClosingWatch(store, dist.get_rank())
-    with nullcontext() if watch is None else beside(watch.look):
-        for group in sorted(label_of, key=lambda group: name_of.get(group, ""), reverse=True):
-            begin = time.monotonic()
-            try:
-                with _watched(watch, group, name_of.get(group), label_of[group]):
-                    dist.destroy_process_group(group)
-            except RuntimeError as error:
-                reasons[group] = in_words(error)
-            except (AssertionError, LookupError, ValueError):
-                if of_torch.is_registered(group):  # else another thread has destroyed it meanwhile
-                    raise
-            of_torch.forget(group)
-            seconds = time.monotonic() - begin
-            _log.debug("destroyed %s in %.1f ms", label_of[group], 1000 * seconds)
+    in_torchs_order = sorted(label_of, key=lambda group: name_of.get(group, ""), reverse=True)
+    for group in in_torchs_order:
+        begin = time.monotonic()
+        name = name_of.get(group)
+        watched: AbstractContextManager[None] = nullcontext()
+        try:
+            if store is not None and name is not None and group.size() > 1:
+                ranks = sorted(dist.get_process_group_ranks(group))
+                watched = watched_closing(store, dist.get_rank(), name, label_of[group], ranks)
+            with watched:
+                dist.destroy_process_group(group)
+        except RuntimeError as error:
+            reasons[group] = in_words(error)
+        except (AssertionError, LookupError, ValueError):
+            if of_torch.is_registered(group):  # else another thread has destroyed it meanwhile
+                raise
+        of_torch.forget(group)
+        seconds = time.monotonic() - begin
+        _log.debug("destroyed %s in %.1f ms", label_of[group], 1000 * seconds)
     return reasons
-
-
-def _watched(
-    watch: ClosingWatch | None, group: ProcessGroup, name: str | None, label: str
-) -> AbstractContextManager[None]:
-    if watch is None or name is None or group.size() == 1:
-        return nullcontext()
-    ranks = sorted(dist.get_process_group_ranks(group))
-    return watch.closing(name, label, ranks)

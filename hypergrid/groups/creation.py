@@ -25,14 +25,14 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from hypergrid import of_torch
-from hypergrid.agreement.commit import NO_ADDRESS
-from hypergrid.agreement.waits import let_waiting_ranks_fail_first
+from hypergrid.agreement.commit import NO_ADDRESS, let_waiting_ranks_fail_first
 from hypergrid.groups import closing, gloo
 from hypergrid.layout import span_of
-from hypergrid.policy import Abilities, Agreement, Policy, accept, choose
+from hypergrid.policy import Abilities, Agreement, Policy, choose
 
 Ranks: TypeAlias = Sequence[int]
 NOT_A_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER  # torch's marker of a rank outside a group
+_DEFAULTS = Policy()
 
 
 def group_name(label: str, ranks: Ranks, epoch: str) -> int:
@@ -41,7 +41,8 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     Of ranks (2, 3), the label "TENSOR" and the epoch "0..3/0", the first of ranks 0 to 3, each
     member computes the same name by itself.
     """
-    digest = hashlib.blake2b(f"{label}|{epoch}|".encode(), digest_size=16)
+    head = f"{label}|{epoch}|".encode()
+    digest = hashlib.blake2b(head, digest_size=16)
     # As bytes of one order: ranks on hosts of different kinds must agree on the name.
     rank_bytes = np.asarray(ranks, dtype="<i8").tobytes()
     digest.update(rank_bytes)
@@ -50,14 +51,9 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
 
 def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup]:
     """The groups of these labels and ranks that torch knows. *Local*."""
-    names = set()
-    for label, ranks in ranks_of.items():
-        names.add(str(group_name(label, ranks, epoch)))
-    groups = []
-    for group, name in of_torch.registered_groups().items():
-        if name in names:
-            groups.append(group)
-    return groups
+    names = {str(group_name(label, ranks, epoch)) for label, ranks in ranks_of.items()}
+    registered = of_torch.registered_groups()
+    return [group for group, name in registered.items() if name in names]
 
 
 @contextmanager
@@ -85,11 +81,10 @@ def by_members(
     backend = options.get("backend")
     alone = len(ranks) == 1
     would_split = bound_to(backend) is not None
-    if can_wait(backend):
-        lazily = waits or would_split or alone
+    may_wait = can_wait(backend)
+    if may_wait or not (alone and would_split):  # the usual way
+        lazily = may_wait and (waits or would_split or alone)
         return _new_group(label, ranks, epoch, options, lazily)
-    if not (alone and would_split):  # the usual way
-        return _new_group(label, ranks, epoch, options)
     with of_torch.unbound():
         group = _new_group(label, ranks, epoch, options)
     of_torch.bind(group)
@@ -134,8 +129,14 @@ def _rounds(way: str, groups: Sequence[Ranks]) -> list[list[Ranks]]:
     used_colors = set[int | None]()
     for ranks in groups:
         color = of_torch.split_color(ranks)
-        splits = way == "split" and color is not None
-        if not (splits and color not in used_colors and used_ranks.isdisjoint(ranks) and rounds):
+        begins_a_round = (
+            not rounds
+            or way != "split"
+            or color is None
+            or color in used_colors
+            or not used_ranks.isdisjoint(ranks)
+        )
+        if begins_a_round:
             rounds.append([])
             used_ranks.clear()
             used_colors.clear()
@@ -167,7 +168,8 @@ def _new_group(
             # A dry run in which outside code has replaced new_group.
             if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
                 raise
-            group = dist.new_group(list(ranks), **{**options, "backend": "fake"})
+            options["backend"] = "fake"
+            group = dist.new_group(list(ranks), **options)
         return group
 
 
@@ -196,10 +198,11 @@ def is_replaced(function: object) -> bool:
     By the file of its code: a wrapper may have torch's name and module.
     """
     code = getattr(function, "__code__", None)
-    return code is None or not code.co_filename.startswith(os.path.dirname(dist.__file__))
+    torchs_folder = os.path.dirname(dist.__file__)
+    return code is None or not code.co_filename.startswith(torchs_folder)
 
 
-def abilities(policy: Policy | None = None) -> Abilities:
+def abilities(policy: Policy = _DEFAULTS) -> Abilities:
     """The ways that torch, its default group and the environment allow for this ``policy``.
 
     A group that torch would split off a bound default group is created by its members if it may
@@ -207,7 +210,6 @@ def abilities(policy: Policy | None = None) -> Abilities:
     """
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
-    policy = policy or Policy()
     obstacle = _obstacle()
     device = bound_to()
     can_connect_lazily = of_torch.has("gloo") and not of_torch.torchcomms()
@@ -246,7 +248,7 @@ def _obstacle() -> str | None:
 
 def expected(policy: Policy) -> Agreement:
     """The probable result of the agreement, seen from this rank; or AgreementError. *Local*."""
-    return accept(choose("", policy, [abilities(policy)]))
+    return choose("", policy, [abilities(policy)])
 
 
 def way_of(agreement: Agreement, backend: str | None, members: int) -> str:
@@ -267,7 +269,9 @@ def devices_of(backend: str | None) -> dict[str, str]:
     """The backends of a group by type of device, in lower case; None is the default group's."""
     if not backend and not dist.is_initialized():
         return {}  # of a world that is only told
-    return of_torch.devices_of(backend or of_torch.backend_of(of_torch.default_group()))
+    if not backend:
+        backend = of_torch.backend_of(of_torch.default_group())
+    return of_torch.devices_of(backend)
 
 
 def plain_backend(backend: str | None) -> str | None:
@@ -277,22 +281,18 @@ def plain_backend(backend: str | None) -> str | None:
     return backend.lower()
 
 
-def _part(device: str) -> Any:
-    """The backend of the default group on a type of device; None if there is none."""
-    try:
-        return of_torch.part_of(of_torch.default_group(), device)
-    except (AttributeError, RuntimeError):  # a default group that is not torch's own
-        return None
-
-
 def _splits(device: str) -> bool:
     """Whether torch splits new groups off a default group that is bound to this type of device.
 
     It does where ranks outside of the new group can take part: NCCL's, not gloo. Torchcomms
     creates by members.
     """
-    part = of_torch.checked_by(_part(device))
-    return not of_torch.torchcomms() and hasattr(part, "perform_nocolor_split")
+    try:
+        part = of_torch.part_of(of_torch.default_group(), device)
+    except (AttributeError, RuntimeError):  # a default group that is not torch's own, or without
+        return False
+    inner = of_torch.checked_by(part)
+    return hasattr(inner, "perform_nocolor_split") and not of_torch.torchcomms()
 
 
 def is_split(backend: str | None) -> bool:
@@ -305,11 +305,7 @@ def is_split(backend: str | None) -> bool:
     default_devices = devices_of(None)
     # The device from which torch splits, as "cuda" of "cpu:gloo,cuda:nccl"; else the first one,
     # which is the same on a rank whose default group is not bound.
-    splitting_device = next(iter(default_devices))
-    for device in default_devices:
-        if _splits(device):
-            splitting_device = device
-            break
+    splitting_device = [*filter(_splits, default_devices), *default_devices][0]
     return devices_of(backend).get(splitting_device) == default_devices[splitting_device]
 
 
@@ -357,7 +353,8 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
     if device is not None:
         device_ids = [device.index]
     elif torch.accelerator.is_available():
-        device_ids = [torch.accelerator.current_device_index()]
+        current_device = torch.accelerator.current_device_index()
+        device_ids = [current_device]
     failures: list[BaseException] = []
 
     def barrier() -> None:
@@ -367,7 +364,8 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
             failures.append(error)
 
     # NCCL waits without a limit for a member that is missing.
-    thread = threading.Thread(target=barrier, name=f"connecting {group.group_name}", daemon=True)
+    name = f"connecting {group.group_name}"
+    thread = threading.Thread(target=barrier, name=name, daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())
     if thread.is_alive():

@@ -16,6 +16,7 @@ import os
 import resource
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,11 +30,19 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
-from hypergrid.agreement.store import Descriptor, descriptors, duplicate, listens, sockets, wait
-from hypergrid.agreement.waits import another_rank_failed
+from hypergrid.agreement.commit import another_rank_failed
+from hypergrid.agreement.store import (
+    Descriptor,
+    descriptors,
+    duplicate,
+    listens,
+    look_until,
+    sockets,
+)
 
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_GIVEN_UP_AFTER = 3.0  # seconds of a wait after which a rank asks whether it is in vain
 _FOR_ADDRESSES = timedelta(seconds=5)  # a member may be busy: a short timeout is stretched to it
 _THREADS = 4  # the usual group and its device start three
 _USUAL_STACK = 8 << 20  # bytes
@@ -121,14 +130,10 @@ def one_device() -> Iterator[None]:
         _thread.shared = outer
 
 
-def options(size: int, timeout: timedelta | None = None) -> Any:
-    """Options of a gloo group of ``size`` members, as torch sets them but for when it connects."""
-    lazily = _lazily(size)
-    _check_room(_OF_A_DEVICE)
+def _device(lazily: bool | None, is_shared: bool) -> _Shared:
+    """The devices through which a gloo group connects, and the sockets that listen for them."""
     shared = _thread.shared
-    if _connects_later(lazily) or any(name in os.environ for name in _ALONE):
-        shared = None
-    if shared is None:
+    if shared is None or not is_shared:
         shared = _Shared()  # a device for this group only
     if not shared.devices:
         names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
@@ -140,19 +145,7 @@ def options(size: int, timeout: timedelta | None = None) -> Any:
         # Another thread began to listen at the same time: nobody can tell which socket is whose.
         if len(shared.listeners) != len(shared.devices):
             shared.listeners = set()
-    if _thread.choice is not None:
-        _thread.choice.listeners.append(shared.listeners)
-    return of_torch.gloo_options(shared.devices, timeout)
-
-
-def _connects_later(lazily: bool | None) -> bool:
-    return lazily or (lazily is None and _LAZY in os.environ)
-
-
-def _lazily(size: int) -> bool | None:
-    if _thread.choice is None:
-        return None
-    return _thread.choice.lazily and size > 1  # alone, there is nobody to connect to
+    return shared
 
 
 def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **named: Any) -> None:
@@ -167,14 +160,21 @@ def _create(group: Any, store: Any, rank: int, size: int, *arguments: Any, **nam
         _torchs(group, store, rank, size, *arguments, **named)
         return
     timeout = named["timeout"]
-    gloo_options = options(size, timeout)
+    lazily = choice.lazily and size > 1  # alone, there is nobody to connect to
+    connects_later = lazily or (lazily is None and _LAZY in os.environ)
+    connects_now = size > 1 and not connects_later
+    # For the device and as many that gloo opens meanwhile, and for the connections.
+    _check_room(2 * _OF_A_DEVICE + size if connects_now else _OF_A_DEVICE)
+    forbids_sharing = any(name in os.environ for name in _ALONE)
+    device = _device(lazily, is_shared=not (connects_later or forbids_sharing))
+    choice.listeners.append(device.listeners)
+    gloo_options = of_torch.gloo_options(device.devices, timeout)
     for name, value in named_options.items():
         setattr(gloo_options, name, value)
     try:
-        if size == 1 or _connects_later(_lazily(size)):
+        if not connects_now:
             _torchs(group, store, rank, size, gloo_options)
             return
-        _check_room(_OF_A_DEVICE + size)
         sets_batches = _BATCHES not in os.environ and store.has_extended_api()
         try:
             if sets_batches:
@@ -200,7 +200,8 @@ def _check_room(count: int) -> None:
     Torch's constructor ends the process when one of its threads starts and the next one has no
     memory for its stack, and gloo when a thread has no descriptor to accept a connection with.
     """
-    stack = max(resource.getrlimit(resource.RLIMIT_STACK)[0], _USUAL_STACK)
+    limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = max(limit, _USUAL_STACK)
     opened = []
     try:
         mmap.mmap(-1, _THREADS * stack, flags=mmap.MAP_PRIVATE, prot=0).close()
@@ -219,7 +220,8 @@ def _check_room(count: int) -> None:
 
 def _are_options(names: Iterable[str]) -> bool:
     """Whether gloo's options have what torch gives its constructor besides the timeout."""
-    unknown = [name for name in names if not hasattr(of_torch.gloo_options([]), name)]
+    known = of_torch.gloo_options([])
+    unknown = [name for name in names if not hasattr(known, name)]
     if unknown:
         warnings.warn(
             f"torch {torch.__version__} creates gloo groups with {', '.join(unknown)}, which "
@@ -266,8 +268,17 @@ class _InTime(Store):
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        begin = time.monotonic()
+
+        def are_there() -> bool | None:
+            if self._store.check(keys):
+                return True
+            if time.monotonic() - begin > _GIVEN_UP_AFTER and another_rank_failed():
+                raise dist.DistStoreError("another rank has failed.")
+            return None
+
         try:
-            wait(self._store, keys, timeout or self._timeout, self._ranks, another_rank_failed)
+            look_until(are_there, timeout or self._timeout, self._ranks)
         except dist.DistStoreError as error:
             missing = [key for key in keys if not self._store.check([key])]
             if not missing:  # they came when this rank had given up
@@ -320,7 +331,8 @@ def shut(groups: Collection[ProcessGroup]) -> int:
     Returns the number of connections that were shut.
     """
     # Where nobody can tell which of two groups has a socket, they are shut only together.
-    listeners = _listeners(groups) - _listeners(of_torch.registered_groups().keys() - groups)
+    other_groups = of_torch.registered_groups().keys() - groups
+    listeners = _listeners(groups) - _listeners(other_groups)
     count = 0
     for members in _event_loops():
         if not listeners.isdisjoint(_inodes(members)):
@@ -376,9 +388,10 @@ def _members(lines: Iterable[str]) -> list[Descriptor]:
         if line.startswith("tfd:"):
             words = line.split()
             number = int(words[1])
+            inode = int(words[7].removeprefix("ino:"), 16)
             # Other libraries register a descriptor by its number, gloo by an address.
             if int(words[5], 16) != number:
-                members.append(Descriptor(number, int(words[7].removeprefix("ino:"), 16)))
+                members.append(Descriptor(number, inode))
     return members
 
 

@@ -44,6 +44,8 @@ class HyperCommGrid:
         First rank of the grid, where it does not start at rank 0.
     backend : str, optional
         Backend of its groups; None means that of the default group.
+    world_size : int, optional
+        Of a world that is neither torch's nor that of the environment.
 
     Raises
     ------
@@ -66,17 +68,16 @@ class HyperCommGrid:
         dim_names: Sequence[str],
         rank_offset: int = 0,
         backend: str | None = None,
+        world_size: int | None = None,
     ) -> None:
-        self._start(RankLayout(tuple(dim_names), tuple(shape), rank_offset), backend)
-
-    def _start(self, layout: RankLayout, backend: str | None, world: int | None = None) -> None:
-        if world is None:
-            world = world_size()
-        if layout.stop > world:
+        layout = RankLayout(tuple(dim_names), tuple(shape), rank_offset)
+        if world_size is None:
+            world_size = known_world_size()
+        if layout.stop > world_size:
             raise RuntimeError(
                 f"Grid shape {list(layout.sizes)} is over sized: it needs {layout.size} ranks from "
-                f"rank {layout.offset} on, and the world has {world}. Make the shape or the offset "
-                f"smaller, or start more ranks."
+                f"rank {layout.offset} on, and the world has {world_size}. Make the shape or the "
+                f"offset smaller, or start more ranks."
             )
         self.layout = layout
         self.backend = backend
@@ -94,13 +95,8 @@ class HyperCommGrid:
         backend: str | None = None,
         world_size: int | None = None,
     ) -> HyperCommGrid:
-        """A grid over ``layout``.
-
-        ``world_size`` is for a world that is neither torch's nor that of the environment.
-        """
-        grid = cls.__new__(cls)
-        grid._start(layout, backend, world_size)
-        return grid
+        """A grid over ``layout``."""
+        return cls(layout.sizes, layout.dims, layout.offset, backend, world_size)
 
     @property
     def shape(self) -> list[int]:
@@ -137,7 +133,8 @@ class HyperCommGrid:
         if dist.is_initialized():
             rank = dist.get_rank()
             if rank in self.layout:
-                parts.append(f"rank {rank} at {self.layout.trimmed.coordinate(rank)}")
+                place = self.layout.trimmed.coordinate(rank)
+                parts.append(f"rank {rank} at {place}")
             else:
                 parts.append("not here")
         for name, layout in self._layouts.items():
@@ -181,17 +178,23 @@ class HyperCommGrid:
             raise LayoutError(
                 f"View {name!r} has duplicate shared_dims: {list(shared)}. Name each dim once."
             )
-        _check_dims(shared, base, f"view {name!r} is not in the base view")
-        _check_dims(shared, layout, f"view {name!r} is not in the view's dim_names")
+        views = {"the base view": base.dims, "the view's dim_names": layout.dims}
         for dim in shared:
+            for where, dims in views.items():
+                if dim not in dims:
+                    raise LayoutError(
+                        f"Shared dim {dim!r} of view {name!r} is not in {where} {list(dims)}. "
+                        f"Leave it out of shared_dims."
+                    )
             # The first group has the size and the stride, which decide all groups, also over
             # several such dims.
-            if base.group(base.offset, (dim,)) != layout.group(base.offset, (dim,)):
-                in_base = base.groups((dim,))[:4].tolist()
-                in_view = layout.groups((dim,))[:4].tolist()
+            in_base = base.group(base.offset, (dim,))
+            in_view = layout.group(base.offset, (dim,))
+            if in_base != in_view:
                 raise LayoutError(
-                    f"Shared dim {dim!r} has different membership: {in_base} in the grid and "
-                    f"{in_view} in view {name!r}. Only groups that are the same can be shared."
+                    f"Shared dim {dim!r} has different membership: the first group is {in_base} in "
+                    f"the grid and {in_view} in view {name!r}. Only groups that are the same can "
+                    f"be shared."
                 )
         self._layouts[name] = layout
         self._shared[name] = shared
@@ -200,24 +203,22 @@ class HyperCommGrid:
         """The layout of a view, by default of the base. KeyError if there is none."""
         name = view or BASE
         if name not in self._layouts:
+            known = list(self._layouts)
             raise KeyError(
                 Sentence(
-                    f"View {name!r} is not registered: call register_view() first. Known: "
-                    f"{list(self._layouts)}."
+                    f"View {name!r} is not registered: call register_view() first. Known: {known}."
                 )
             )
         return self._layouts[name]
 
     def _find(self, dims: Dims, view: str | None) -> tuple[Key, RankLayout, list[str]]:
         """The key of the groups over ``dims``, and the layout and dims that enumerate them."""
-        layout = self._layout(view)
+        name = view or BASE
+        layout = self._layout(name)
         names = ordered(layout, dims)
-        if view is None or view == BASE:
-            return "-".join(names), self.layout, names
-        shared_dims = set(self._shared[view])
-        if not shared_dims.issuperset(names):
-            return (view, tuple(names)), layout, names
-        # All are shared: these groups are those of the base, in its order.
+        if name != BASE and not set(self._shared[name]).issuperset(names):
+            return (name, tuple(names)), layout, names
+        # Of a view all are shared: these groups are those of the base, in its order.
         names = ordered(self.layout, names)
         return "-".join(names), self.layout, names
 
@@ -286,7 +287,8 @@ class HyperCommGrid:
         if self.pool is not None:
             policy = self.pool.policy
         expected = creation.expected(policy)
-        if creation.way_of(expected, self.backend, len(self.layout.ranks)) == "members":
+        way = creation.way_of(expected, self.backend, self.size)
+        if way == "members":
             return self.layout.ranks
         return world
 
@@ -355,7 +357,8 @@ class HyperCommGrid:
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
-        groups: list[list[int]] = self._layout(view).groups(dims).tolist()
+        layout = self._layout(view)
+        groups: list[list[int]] = layout.groups(dims).tolist()
         return groups
 
     def is_current_rank_in_grid(self) -> bool:
@@ -419,20 +422,16 @@ class HyperCommGrid:
         if dist.get_rank() not in layout:
             raise RuntimeError(f"rank {dist.get_rank()} is outside {layout!r}: it has no mesh.")
 
-        def group_over(names: Sequence[str]) -> ProcessGroup | None:
-            key, _, _ = self._find(names, view)
-            return self._pgs.get(key)
-
         asked_for = flattened or {}
         mesh_dims = meshes.joined_dims(layout, dims)
         groups = [self.get_pg(joined, view=view) for joined in mesh_dims.values()]
         mesh = meshes.over(layout, mesh_dims, groups, device_type)
-        # Torch would create a group for each of them, when a caller flattens it.
-        parts_of_name = meshes.flattened_dims(mesh_dims, group_over, asked_for)
-        for name, parts in parts_of_name.items():
+        for name, parts in meshes.flattened_dims(mesh_dims, asked_for).items():
             joined = meshes.join(mesh_dims, parts)
-            group = self.get_pg(joined, view=view)
-            meshes.flatten(mesh, name, parts, group, must=name in asked_for)
+            key, _, _ = self._find(joined, view)
+            # Without it torch creates one more group, when a caller flattens these dims.
+            if name in asked_for or self._pgs.get(key) is not None:
+                meshes.flatten(mesh, name, parts, self._created(key), must=name in asked_for)
         return mesh
 
     @classmethod
@@ -505,20 +504,12 @@ def _call(key: Key) -> str:
     return f"{'-'.join(dims)!r}, view={view!r}"
 
 
-def _check_dims(dims: Sequence[str], layout: RankLayout, where: str) -> None:
-    for dim in dims:
-        if dim not in layout.dims:
-            raise LayoutError(
-                f"Shared dim {dim!r} of {where} {list(layout.dims)}. Leave it out of shared_dims."
-            )
-
-
 def _policy() -> Policy:
     # Each combination is a group of its own, whatever the environment says about sharing.
     return replace(Policy.resolve(), share="none")
 
 
-def world_size() -> int:
+def known_world_size() -> int:
     """Of torch's default group, or else of the environment."""
     if dist.is_initialized():
         return dist.get_world_size()

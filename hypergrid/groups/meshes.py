@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, combinations
 from typing import TYPE_CHECKING
 
@@ -38,18 +38,17 @@ def over(
     )
 
 
-def flattened_dims(
-    mesh_dims: MeshDims,
-    group_over: Callable[[Sequence[str]], ProcessGroup | None],
-    further: Mapping[str, Dims],
-) -> dict[str, Sequence[str]]:
-    """The dims of the mesh over which there is a group, by torch's name, and ``further`` ones."""
+def flattened_dims(mesh_dims: MeshDims, further: Mapping[str, Dims]) -> dict[str, Sequence[str]]:
+    """Dims of the mesh that may be flattened into one, by torch's name for it; ``further`` names.
+
+    Of the dims a, b and c: "a_b", "a_c", "b_c" and "a_b_c".
+    """
     by_name: dict[str, Sequence[str]] = {}
     for count in range(2, len(mesh_dims) + 1):
         for parts in combinations(mesh_dims, count):
-            name = "_".join(parts)
-            if name not in mesh_dims and group_over(join(mesh_dims, parts)) is not None:
-                by_name[name] = parts
+            by_name["_".join(parts)] = parts
+    for name in mesh_dims:
+        by_name.pop(name, None)
     for name, dims in further.items():
         by_name[name] = _named(mesh_dims, dims)
     return by_name
@@ -115,14 +114,15 @@ def _named(mesh_dims: MeshDims, dims: Dims) -> list[str]:
 
 def ranks_of(layout: RankLayout, rank: int, mesh_dims: Sequence[Sequence[str]]) -> torch.Tensor:
     """The ranks of the mesh of ``rank``, one axis for each of ``mesh_dims``."""
-    dims = list(chain.from_iterable(mesh_dims))
-    slowest_first = ordered(layout, dims)
-    sizes = [layout.size_of(dim) for dim in slowest_first]
-    ranks = torch.tensor(layout.group(rank, dims), device="cpu").reshape(sizes)
-    # Of dims (a, b, c), the slowest first, the mesh dims a-c and b are the axes (0, 2) and (1,).
-    axes = [slowest_first.index(dim) for dim in dims]
-    mesh_shape = [layout.dim_size(joined) for joined in mesh_dims]
-    return ranks.permute(axes).reshape(mesh_shape)
+    all_dims = list(chain.from_iterable(mesh_dims))
+    first_rank = layout.group(rank, all_dims)[0]
+    # Rank 5 of (tp=2, dp=4), over dp and tp: [0], over dp [0, 2, 4, 6], over tp [[0, 1], [2, 3] ...
+    ranks = torch.tensor(first_rank, device="cpu")
+    for joined in mesh_dims:
+        group = layout.group(first_rank, joined)
+        distances = torch.tensor(group, device="cpu") - first_rank
+        ranks = ranks.unsqueeze(-1) + distances
+    return ranks
 
 
 def _device_type(group: ProcessGroup | None) -> str:

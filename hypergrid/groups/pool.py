@@ -17,16 +17,21 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
-from hypergrid.agreement.commit import all_or_none, creating, prepare, telling_others
+from hypergrid.agreement.commit import (
+    all_or_none,
+    at_label,
+    creating,
+    prepare,
+    telling_others,
+)
 from hypergrid.agreement.store import raise_if_waits_ended, settle
-from hypergrid.agreement.waits import at_label
 from hypergrid.errors import AgreementError, CreationError
 from hypergrid.groups import closing, creation, gloo
 from hypergrid.groups.creation import Ranks
 from hypergrid.groups.suspension import Suspended, Suspension
 from hypergrid.layout import span_of
 from hypergrid.messages import in_words, shortened, shown
-from hypergrid.policy import Abilities, Agreement, Kind, Owners, Policy, owner_of
+from hypergrid.policy import Agreement, Kind, Owners, Policy, owner_of
 
 DEFAULT = "the default group"
 _log = logging.getLogger(__name__)
@@ -138,7 +143,15 @@ class GroupPool:
                     gloo.note_default()
                     begin = time.monotonic()
                     yield
-                    self._log_creation(call, before.groups, begin)
+                    created = self.groups[before.groups :]
+                    _log.info(
+                        "%s: created %d groups on %d communicators in %.3f s, by %s",
+                        call,
+                        len(created),
+                        sum(pooled.shares is None for pooled in created),
+                        time.monotonic() - begin,
+                        self.agreement.way,
+                    )
                     raise_if_waits_ended()
                 settle()
             except BaseException as error:
@@ -156,12 +169,11 @@ class GroupPool:
         registered = of_torch.registered_groups()
         lenders = []
         for pool in self._others():
-            if not pool.lends or pool.suspended:
-                continue
-            if pool.policy != self.policy or pool._ranks != ranks:
-                continue
+            lends = pool.lends and not pool.suspended
+            is_alike = pool.policy == self.policy and pool._ranks == ranks
             # Outside code may have destroyed some of its groups, on this rank or on another.
-            if all(pooled.group in registered for pooled in pool.groups):
+            is_whole = all(pooled.group in registered for pooled in pool.groups)
+            if lends and is_alike and is_whole:
                 lenders.append(pool)
         return sorted(lenders, key=lambda pool: pool.agreement.epoch)
 
@@ -179,18 +191,6 @@ class GroupPool:
             if owner is not None:
                 return lender, owner
         return None
-
-    def _log_creation(self, call: str, first: int, begin: float) -> None:
-        created = self.groups[first:]
-        own = sum(pooled.shares is None for pooled in created)
-        _log.info(
-            "%s: created %d groups on %d communicators in %.3f s, by %s",
-            call,
-            len(created),
-            own,
-            time.monotonic() - begin,
-            self.agreement.way,
-        )
 
     def _contents(self) -> _Contents:
         return _Contents(len(self.groups), dict(self._owners), len(self._labels))
@@ -247,18 +247,16 @@ class GroupPool:
             options["timeout"] = shorter
         try:
             with self.connecting():
-                groups = self._create_each(label, ranks_of, everyone, kind, options)
-                for ranks, group, shares in groups:
-                    pooled = PooledGroup(label, tuple(ranks), group, dims, shares)
+                for pooled in self._create_each(label, ranks_of, everyone, dims, kind, options):
                     # Before any other call: a failure in it destroys what is in this list.
                     self.groups.append(pooled)
                     self._take_into_use(pooled, timeout)
                     # It fails in time while it connects, and has its own timeout from now on.
-                    if shorter is not None and shares is None:
-                        of_torch.set_timeout(timeout or of_torch.default_timeout(), group)
+                    if shorter is not None and pooled.shares is None:
+                        of_torch.set_timeout(timeout or of_torch.default_timeout(), pooled.group)
                 self._labels.append(label)
                 if _log.isEnabledFor(logging.DEBUG):
-                    self._log_groups(before.groups, backend, begin)
+                    self._log_groups(before.groups, backend, time.monotonic() - begin)
         except BaseException as error:
             self._roll_back(before)
             # A Ctrl-C may come when torch has the group and this pool does not.
@@ -275,48 +273,51 @@ class GroupPool:
         label: str,
         ranks_of: Mapping[str, Ranks],
         everyone: Callable[[], Sequence[Ranks]],
+        dims: tuple[str, ...],
         kind: Kind | None,
         options: dict[str, Any],
-    ) -> Iterator[tuple[Ranks, ProcessGroup, str | None]]:
+    ) -> Iterator[PooledGroup]:
         """Create this rank's groups of a label, each when the caller asks for the next one.
 
-        Yields its ranks, the group, and whose communicator it shares; one that shares none is
-        created by whom the ranks have agreed on.
+        One that shares no communicator is created by whom the ranks have agreed on.
         """
         agreement = self.agreement
         backend = options.get("backend")
+        waits = self.policy.connect == "lazy"
         way = way_of_one_rank = creation.way_of(agreement, backend, dist.get_world_size())
         if way != "members":  # a rank may create a group of its own without the others
             way_of_one_rank = creation.way_of(agreement, backend, 1)
-        waits = self.policy.connect == "lazy"
+
+        def is_by_members(ranks: Ranks) -> bool:
+            return (way_of_one_rank if len(ranks) == 1 else way) == "members"
+
         of_this_rank: list[ProcessGroup] = []
         if way != "members":
             # Every rank leaves out the same groups, including those that it is not in.
             missing = []
             for ranks in everyone():
-                existing = self._existing(label, ranks, kind)
-                if existing is None and (len(ranks) > 1 or way_of_one_rank == way):
+                if not is_by_members(ranks) and self._existing(label, ranks, kind) is None:
                     missing.append(ranks)
             of_this_rank = creation.by_world(way, label, missing, agreement.epoch, **options)
         for name, ranks in ranks_of.items():
+            shares = None
             existing = self._existing(label, ranks, kind)
             if existing is not None:
-                owner, owning_label = existing
-                shares = owning_label
+                owner, shares = existing
+                group = owner._shared(ranks, shares)
                 if owner is not self:
-                    shares = f"{owning_label} of an earlier {owner.owner}"
-                yield ranks, owner._shared(ranks, owning_label), shares
-            elif (way_of_one_rank if len(ranks) == 1 else way) == "members":
+                    shares = f"{shares} of an earlier {owner.owner}"
+            elif is_by_members(ranks):
                 group = creation.by_members(name, ranks, agreement.epoch, waits, **options)
-                yield ranks, group, None
             else:
                 # by_world returns this rank's groups in the order of ranks_of.
-                yield ranks, of_this_rank.pop(0), None
+                group = of_this_rank.pop(0)
+            yield PooledGroup(label, tuple(ranks), group, dims, shares)
 
-    def _log_groups(self, first: int, backend: str | None, begin: float) -> None:
-        milliseconds = 1000 * (time.monotonic() - begin)
+    def _log_groups(self, first: int, backend: str | None, seconds: float) -> None:
         for pooled in self.groups[first:]:
-            how = f"created by {creation.way_of(self.agreement, backend, len(pooled.ranks))}"
+            way = creation.way_of(self.agreement, backend, len(pooled.ranks))
+            how = f"created by {way}"
             if pooled.shares is not None:
                 how = f"shares {pooled.shares}"
             _log.debug(
@@ -324,7 +325,7 @@ class GroupPool:
                 pooled.label,
                 span_of(pooled.ranks),
                 how,
-                milliseconds,
+                1000 * seconds,
             )
 
     def adopt(self, label: str, ranks: Ranks, group: Any, dims: tuple[str, ...] = ()) -> None:
@@ -334,12 +335,10 @@ class GroupPool:
         """
         if not isinstance(group, ProcessGroup):
             return
-        shares = None
+        owners = [pooled.label for pooled in self.groups if pooled.group is group]
         if group is of_torch.default_group():
-            shares = DEFAULT
-        for pooled in self.groups:
-            if pooled.group is group and shares is None:
-                shares = pooled.label
+            owners = [DEFAULT]
+        shares = owners[0] if owners else None
         adopted = PooledGroup(label, tuple(ranks), group, dims, shares)
         self.groups.append(adopted)
         self._take_into_use(adopted)
@@ -376,16 +375,19 @@ class GroupPool:
     def _failure(
         self, label: str, groups: Iterable[Ranks], backend: str | None, error: BaseException
     ) -> CreationError:
-        members = shortened(" or ".join(map(span_of, groups)) or "other ranks", 80)
+        spans = " or ".join(map(span_of, groups))
+        members = shortened(spans or "other ranks", 80)
         reason = "One of them may have ended, is unreachable or waits."
         if isinstance(error, dist.DistNetworkError):  # torch's stores raise it, and no backend
             reason = (
                 "The store through which ranks connect is lost: the process or the host that "
                 "serves it has ended, or the network to it is cut."
             )
+        rank = dist.get_rank()
+        backend = backend or dist.get_backend()
         return CreationError(
-            f"rank {dist.get_rank()} could not create {label} of ranks {members} "
-            f"with {backend or dist.get_backend()}: {in_words(error)} {reason}"
+            f"rank {rank} could not create {label} of ranks {members} with {backend}: "
+            f"{in_words(error)} {reason}"
         )
 
     def _shared(self, ranks: Ranks, owner: str) -> ProcessGroup:
@@ -414,10 +416,7 @@ class GroupPool:
         self.lends = False  # not all that it created is there any more
         # By identity: outside code may have wrapped a group in an object with an __eq__ of its own.
         identities = {id(group) for group in groups}
-        leaving = []
-        for pooled in self.groups:
-            if id(pooled.group) in identities:
-                leaving.append(pooled)
+        leaving = [pooled for pooled in self.groups if id(pooled.group) in identities]
         self._drop(leaving, abort)
 
     def suspend(self, ranks: Sequence[int]) -> dict[str, Suspended]:
@@ -462,7 +461,7 @@ class GroupPool:
                 "epoch": self.agreement.epoch,
             }
             # NCCL waits for all members: a rank that will not suspend must be known before.
-            prepare(store, ranks, proposal, Policy(), Abilities(), timeout, call=call)
+            prepare(store, ranks, proposal, timeout=timeout, call=call)
             suspension = Suspension()
             self.suspended = suspension
             try:
@@ -472,7 +471,7 @@ class GroupPool:
                 seconds = time.monotonic() - begin
                 _log.info("%s: suspended in %.3f s: %s", call, seconds, suspension.report)
                 suspended = {**proposal, "suspended": True}
-                prepare(store, ranks, suspended, Policy(), Abilities(), timeout, call=call)
+                prepare(store, ranks, suspended, timeout=timeout, call=call)
             except BaseException:
                 # abort() may have destroyed the groups meanwhile.
                 if self.suspended is suspension:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -52,13 +53,9 @@ class Suspension:
 
         RuntimeError at the first group that cannot be suspended: ``wake`` wakes the others.
         """
-        groups_of_kind: dict[str, list[ProcessGroup]] = {}
-        for group in label_of:
-            kind = _kind(group)
-            groups_of_kind.setdefault(kind, []).append(group)
         # The same order on all ranks, since NCCL's members wait for each other.
-        for kind in sorted(groups_of_kind):
-            groups = groups_of_kind[kind]
+        for kind, groups_of_kind in groupby(sorted(label_of, key=_kind), _kind):
+            groups = list(groups_of_kind)
             if any(_parts_with_memory(group) for group in groups):
                 self.report[kind] = self._suspend(groups, kind, label_of)
             else:

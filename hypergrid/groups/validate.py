@@ -20,7 +20,7 @@ def validate_grids(
     """
     layouts = [g if isinstance(g, RankLayout) else g.layout for g in grids]
     if world_size is None:
-        world_size = grid.world_size()
+        world_size = grid.known_world_size()
     for first, second in combinations(layouts, 2):
         common = sorted(set(first.ranks) & set(second.ranks))
         if common and first.ranks != second.ranks:

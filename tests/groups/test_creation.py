@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import creation, gloo
-from hypergrid.policy import WAYS, Abilities, Agreement, Policy, accept, choose
+from hypergrid.policy import WAYS, Abilities, Agreement, Policy, choose
 from tests.support import ROOT
 from tests.support.forked import from_all, join, on_ranks, open_groups, run_ranks
 from tests.support.groups import check_all_reduce, state_groups
@@ -91,7 +91,7 @@ def test_it_decides_whichever_rank_it_is(of_one_rank, of_others, agreed):
     for place in range(3):
         abilities = [of_others, of_others]
         abilities.insert(place, of_one_rank)
-        assert accept(choose("", Policy(connect="lazy"), abilities)) == agreed
+        assert choose("", Policy(connect="lazy"), abilities) == agreed
 
 
 @one_rank_cannot

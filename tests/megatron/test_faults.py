@@ -20,9 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 import hypergrid
 from compat import members_only
 from compat import parallel_state as ps
-from hypergrid import AgreementError, CreationError, HyperCommGrid
+from hypergrid import AgreementError, CreationError, HyperCommGrid, of_torch
 from hypergrid.agreement import store as connection
-from hypergrid.groups import creation, gloo
+from hypergrid.groups import creation
 from tests.support import ROOT, own_lines, soaking
 from tests.support.forked import from_all, on_ranks, open_groups, total
 from tests.support.stock import PUBLISHED
@@ -129,13 +129,14 @@ def test_a_rank_that_waits_for_an_address_hears_of_a_failure_long_before_its_tim
 @on_ranks(4)
 def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(rank):
     creation_timeouts = []
-    options = gloo.options
+    options = of_torch.gloo_options
 
-    def noted(size, timeout=None):
-        creation_timeouts.append(timeout)
-        return options(size, timeout)
+    def noted(devices, timeout=None):
+        if timeout is not None:
+            creation_timeouts.append(timeout)
+        return options(devices, timeout)
 
-    with mock.patch.object(gloo, "options", noted):
+    with mock.patch.object(of_torch, "gloo_options", noted):
         ps.initialize_model_parallel(2, distributed_timeout_minutes=1)
     assert creation_timeouts and max(creation_timeouts) == timedelta(seconds=12)
     timeouts = set()

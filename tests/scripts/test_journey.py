@@ -9,7 +9,7 @@ import pytest
 from tests.support import ROOT
 
 # Files, and changes from one to another.
-MOST = {"initialize_model_parallel(2)": (16, 104), 'create_pg("tp")': (10, 76)}
+MOST = {"initialize_model_parallel(2)": (15, 98), 'create_pg("tp")': (9, 69)}
 
 
 @pytest.fixture(scope="module")
