@@ -98,11 +98,11 @@ def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | No
         lines = list(
             table(
                 layout,
-                subject.ranks_per_host,
+                subject.hosts,
                 by,
                 only=_numbers(hosts),
                 width=prints.console().width,
-                within=subject.within,
+                domains=subject.domains,
             )
         )
     out = prints.head(subject)
@@ -117,7 +117,7 @@ def _write_picture(subject: PlannedJob, path: Path, names: list[str], by: str | 
 
     plan = replace(subject.plan, layouts=subject.layouts)
     with prints.working(f"Drawing {path}"):
-        picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
+        picture(plan, subject.hosts, path, layouts=names, by=by, domains=subject.domains)
 
 
 def _write_page(
@@ -132,9 +132,7 @@ def _write_page(
         offered = list(subject.plan.layouts)
     names = [first, *(name for name in offered if name != first)]
     with prints.working(f"Writing {path}"):
-        text = page(
-            subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by
-        )
+        text = page(subject.plan, subject.hosts, offered=names, domains=subject.domains, by=by)
     if path == "-":
         click.echo(text.encode(), nl=False)
     else:

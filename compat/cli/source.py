@@ -57,30 +57,21 @@ class PlannedJob:
     @property
     def hosts(self) -> Topology:
         """The hosts of all ranks."""
-        return _topology(self.plan, self.ranks_per_host)
+        return Topology(self._all_ranks, self.ranks_per_host)
 
     @property
     def domains(self) -> Topology | None:
         """The NVLink domains of all ranks, where they are known."""
         if self.nvlink_domain is None:
             return None
-        return _topology(self.plan, self.nvlink_domain)
+        ranks = range(self.plan.window.stop)
+        names = [f"NVLink domain {rank // self.nvlink_domain}" for rank in ranks]
+        return Topology(self._all_ranks, names)
 
     @property
-    def within(self) -> dict[str, str]:
-        """By host its NVLink domain, in words; empty where domains are not known."""
-        if self.nvlink_domain is None:
-            return {}
-        hosts_of_domain = self.nvlink_domain // self.ranks_per_host
-        domain_of = {}
-        for number, host in enumerate(self.hosts.names):
-            domain_of[host] = f"NVLink domain {number // hosts_of_domain}"
-        return domain_of
-
-
-def _topology(plan: GroupPlan, ranks_per_place: int) -> Topology:
-    """Hosts or domains of equal size, also for ranks in front of the plan's window."""
-    return Topology(RankLayout(("rank",), (plan.window.stop,)), ranks_per_place)
+    def _all_ranks(self) -> RankLayout:
+        """Also those in front of the plan's window."""
+        return RankLayout(("rank",), (self.plan.window.stop,))
 
 
 @dataclass

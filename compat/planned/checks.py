@@ -15,7 +15,6 @@ from compat.planned.job import STRAY, WITHOUT_VALUE, Job, JobError
 from compat.planned.layouts import Layouts, groups_by_kind
 from compat.planned.orders import RankedOrder
 from hypergrid.messages import shown
-from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
@@ -62,7 +61,7 @@ def expensive(
     for (kind, severity), cost in _ACROSS.items():
         if kind not in groups:
             continue
-        touched = hosts_touched(groups[kind], places)
+        touched = places.touched(groups[kind])
         crossing = int((touched > 1).sum())
         if not crossing:
             continue

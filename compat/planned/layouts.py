@@ -10,7 +10,6 @@ import numpy as np
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import one_line
 from hypergrid.plan import GroupPlan
-from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
 Layouts: TypeAlias = Mapping[str, RankLayout]
@@ -67,7 +66,7 @@ def most_hosts(layouts: Layouts, hosts: Topology) -> dict[str, int]:
     """By kind how many hosts the group touches that touches the most; 1 if all stay inside."""
     most = {}
     for kind, groups in groups_by_kind(layouts).items():
-        most[kind] = int(hosts_touched(groups, hosts).max())
+        most[kind] = int(hosts.touched(groups).max())
     return most
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from hypergrid.layout import Dims, RankLayout
-from hypergrid.topology import Hosts, Topology
+from hypergrid.topology import Topology
 
 
-def ranks_by_host(layout: RankLayout, hosts: Hosts) -> dict[str, list[int]]:
+def ranks_by_host(layout: RankLayout, hosts: Topology) -> dict[str, list[int]]:
     """The ranks of ``layout`` on each host that has any, ascending; hosts by their first rank."""
-    topology = Topology(layout, hosts)
     ranks_of: dict[str, list[int]] = {}
     for rank in layout.ranks:
-        ranks_of.setdefault(topology.host(rank), []).append(rank)
+        ranks_of.setdefault(hosts.host(rank), []).append(rank)
     return ranks_of
 
 

@@ -11,6 +11,7 @@ from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
 from hypergrid.plan import GroupPlan, GroupRow, Ranks
+from hypergrid.topology import Topology
 
 _LAST = 10  # calls shown of each rank
 
@@ -29,13 +30,13 @@ def plan_of(recording: Recording) -> GroupPlan:
     return GroupPlan({"ranks": layout}, tuple(rows))
 
 
-def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
-    """The host of each rank of the plan."""
+def hosts_of(recording: Recording, plan: GroupPlan) -> Topology:
+    """The hosts of the plan's ranks."""
     hosts = []
     for rank in plan.window:
         rank_recording = recording.ranks.get(rank, RankRecording(rank))
         hosts.append(rank_recording.host or "host not known")
-    return hosts
+    return Topology(plan.layout, hosts)
 
 
 def page_data(recording: Recording, diagnosis: Diagnosis) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from hypergrid.layout import LayoutError
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import ranks_by_host
-from hypergrid.topology import Hosts
+from hypergrid.topology import Topology
 
 MOST_RANKS = 1 << 16  # a browser opens these in some seconds, and 1,048,576 not in two minutes
 # One script in these parts: arithmetic, elements, the grid, the panel, events.
@@ -23,22 +23,22 @@ SCRIPTS = ("plan.js", "elements.js", "job.js", "board.js", "panel.js", "page.js"
 
 def page(
     plan: GroupPlan,
-    hosts: Hosts,
+    hosts: Topology,
     title: str = "Who talks to whom",
     *,
     offered: Sequence[str] | None = None,
     job: Mapping[str, Any] | None = None,
-    within: Mapping[str, str] | None = None,
+    domains: Topology | None = None,
     by: str | None = None,
 ) -> str:
     """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
-    ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
-    that can be switched to, if they are over the ranks of the first one; by default all. ``job``
-    is what ``hypergrid.show.job.page_data`` says of a job with this plan. ``within`` has for each
-    host's name its NVLink domain, ``by`` is the dim that colours show at first.
+    ``title`` is the heading. ``offered`` names the layouts that can be switched to, if they are
+    over the ranks of the first one; by default all. ``job`` is what
+    ``hypergrid.show.job.page_data`` says of a job with this plan. ``domains`` are the NVLink
+    domains of the ranks, ``by`` is the dim that colours show at first.
 
-    Raises LayoutError on invalid hosts, too few ranks on them, or more than 65,536 ranks.
+    Raises LayoutError where ``hosts`` have too few ranks, or the plan more than 65,536.
     """
     if plan.layout.size > MOST_RANKS:
         raise LayoutError(
@@ -47,7 +47,7 @@ def page(
         )
     drawn_hosts = []
     for name, ranks in ranks_by_host(plan.layout, hosts).items():
-        domain = (within or {}).get(name, "")
+        domain = domains.host(ranks[0]) if domains is not None else ""
         drawn_hosts.append({"name": name, "ranks": ranks, "within": domain})
     data = {
         "title": title,

@@ -12,8 +12,8 @@ from hypergrid.messages import install_command, shortened, shown
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.show.page import MOST_RANKS as MOST_ON_PAGE
-from hypergrid.summary import hosts_touched, sizes_in_words
-from hypergrid.topology import Hosts, Topology
+from hypergrid.summary import sizes_in_words
+from hypergrid.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,12 +54,12 @@ STYLE: dict[Any, Any] = {
 
 def picture(
     plan: GroupPlan,
-    hosts: Hosts,
+    hosts: Topology,
     path: str | Path,
     *,
     layouts: Sequence[str] = (),
     by: str | None = None,
-    within: Mapping[str, str] | None = None,
+    domains: Topology | None = None,
 ) -> None:
     """Write the ranks of ``plan`` on their hosts to ``path``. Needs the extra ``plot``.
 
@@ -67,16 +67,15 @@ def picture(
     them in words, red, how many groups cross hosts. The picture has no background, for light and
     dark pages.
 
-    ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
-    ``.svg`` or ``.pdf``. ``layouts`` names some of the plan's, by default the first, and ``by``
-    the one dim to show, by default each that is larger than 1; a dim with the same groups in two
-    layouts is shown once. ``within`` has for each host's name its NVLink domain: domains are
+    The suffix of ``path`` gives the format: ``.png``, ``.svg`` or ``.pdf``. ``layouts`` names some
+    of the plan's, by default the first, and ``by`` the one dim to show, by default each that is
+    larger than 1; a dim with the same groups in two layouts is shown once. NVLink ``domains`` are
     headings, and a group inside one does not count as crossing.
 
     Raises
     ------
     LayoutError
-        An unknown layout, dim or suffix, invalid hosts, or more than 4,096 ranks.
+        An unknown layout, dim or suffix, or more than 4,096 ranks.
     ImportError
         matplotlib is missing.
     """
@@ -101,7 +100,7 @@ def picture(
         drawn_layouts[name] = layout
     panels = []
     for title, layout, dim in _dims(drawn_layouts, by):
-        panel = _panel(title, layout, dim, hosts, within or {})
+        panel = _panel(title, layout, dim, hosts, domains)
         panels.append(panel)
     try:
         import matplotlib
@@ -147,7 +146,7 @@ def _dims(
         known_dims.update(layout.dims)
 
 
-def _heading(layouts: Mapping[str, RankLayout], hosts: Hosts) -> str:
+def _heading(layouts: Mapping[str, RankLayout], hosts: Topology) -> str:
     """How many ranks and hosts, and the sizes of each layout; a text of a file may be endless."""
     lines: list[str] = []
     for name, layout in layouts.items():
@@ -176,17 +175,12 @@ def _panel(
     title: str,
     layout: RankLayout,
     dim: str,
-    hosts: Hosts,
-    within: Mapping[str, str],
+    hosts: Topology,
+    domains: Topology | None,
 ) -> _Panel:
-    kind = "hosts"
-    topology = Topology(layout, hosts)
-    if within:
-        kind = "domains"
-        domain_of_rank = [within[topology.names[number]] for number in topology.numbers]
-        topology = Topology(layout, domain_of_rank)
-    # On how many hosts, or domains, each group is.
-    touched = hosts_touched(layout.groups(dim), topology)
+    kind = "hosts" if domains is None else "domains"
+    # On how many of them each group is.
+    touched = (domains or hosts).touched(layout.groups(dim))
     count = int((touched > 1).sum())
     reach = f"no group crosses {kind}"
     if count:
@@ -199,7 +193,7 @@ def _panel(
         framed=framed,
         reach=reach,
         is_crossing=count > 0,
-        lines=list(_lines(layout, framed, ranks_of, within)),
+        lines=list(_lines(layout, framed, ranks_of, domains)),
     )
 
 
@@ -207,7 +201,7 @@ def _lines(
     layout: RankLayout,
     framed: Sequence[int],
     ranks_of: Mapping[str, list[int]],
-    within: Mapping[str, str],
+    domains: Topology | None,
 ) -> Iterator[tuple[str, list[int]]]:
     """The lines of a panel; NVLink domains, and ranks that are left out, have lines of their own.
 
@@ -228,7 +222,7 @@ def _lines(
             if hidden:
                 yield f"+ {hidden:,} ranks", []
                 hidden = 0
-            domain = within.get(host, "")
+            domain = domains.host(ranks[0]) if domains is not None else ""
             if domain != last_domain:
                 yield shortened(domain, 18), []
                 last_domain = domain

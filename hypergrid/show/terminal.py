@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
 
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.show.hosts import group_numbers, ranks_by_host
-from hypergrid.topology import Hosts
+from hypergrid.topology import Topology
 
 FOLD_ABOVE = 256  # ranks
 _FIRST = 4  # hosts that a folded table shows, and the last one
@@ -21,19 +21,18 @@ _STYLES = (
 
 def table(
     layout: RankLayout,
-    hosts: Hosts,
+    hosts: Topology,
     by: str,
     *,
     only: Sequence[int] | None = None,
     width: int = 80,
-    within: Mapping[str, str] | None = None,
+    domains: Topology | None = None,
 ) -> Iterator[Text]:
     """Lines: for each host its ranks, their coordinates and their group over ``by``, coloured.
 
-    ``hosts`` is as for ``hypergrid.Topology``; ``by`` one or several dims, joined by ``"-"``. By
-    default all hosts are shown, or above 256 ranks the first and the last; ``only`` names others
-    by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
-    ``within`` has for each host's name its NVLink domain; domains are headings.
+    ``by`` is one or several dims, joined by ``"-"``. By default all hosts are shown, or above 256
+    ranks the first and the last; ``only`` names others by number. A host with more ranks than fit
+    into ``width`` columns goes on in further lines. NVLink ``domains`` are headings.
     """
     ranks_of = ranks_by_host(layout, hosts)
     names = list(ranks_of)
@@ -73,13 +72,11 @@ def table(
                 style="dim",
             )
             yield Text()
-        domain = ""
-        if within is not None:
-            domain = within.get(name, "")
+        host_ranks = ranks_of[name]
+        domain = domains.host(host_ranks[0]) if domains is not None else ""
         if domain != last_domain:
             yield Text(domain, "bold underline")
         last_domain = domain
-        host_ranks = ranks_of[name]
         for start in range(0, len(host_ranks), per_line):
             ranks = host_ranks[start : start + per_line]
             coloured = Text(name.ljust(label_width), style="bold")
