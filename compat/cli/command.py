@@ -29,7 +29,6 @@ _LAUNCH = (
     click.option("--timeout", type=float, help="Seconds that the script may run; 60."),
     click.option("--chdir", metavar="DIR", help="Where the script runs; in its own folder."),
     click.option("--from-args", metavar="LINE", help="A pasted command, in which nothing expands."),
-    click.option("--prefix", metavar="model.", help="Of the overrides that hold the job's sizes."),
 )
 # Flags of a layout: the type of the value, how it is shown, and help.
 _LAYOUT: tuple[tuple[str, Any, str | None, str], ...] = (

@@ -13,9 +13,9 @@ from typing import Any
 
 from compat.cli.line import ASSIGNMENT, Command
 from compat.cli.reader import OF_SCRIPT, RANKS_BESIDE, Option, Reader, options_of
-from compat.cli.world import LAUNCHERS, read_programs
+from compat.cli.world import LAUNCHERS, options_of_variables, read_programs
 from compat.planned.flags import Flag, flags_of
-from compat.planned.job import SIZES, Job, JobError, settings_of
+from compat.planned.job import Job, JobError, settings_of
 
 SHELLS = ("bash", "sh")
 _PROGRAMS = flags_of("programs")
@@ -119,11 +119,11 @@ def _in_container(words: Sequence[str]) -> list[str]:
     return []
 
 
-def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
+def job_of(command: Command, **flags: Any) -> Job:
     """The job that a command starts: with its launchers' flags, and Megatron's.
 
-    ``prefix`` chooses between overrides: of ``model.`` and ``teacher.``. ``flags`` win over the
-    command's, and are named with ``_`` for ``-``: ``tp=4``. JobError if the words do not decide it.
+    ``flags`` win over the command's, and are named with ``_`` for ``-``: ``tp=4``. JobError if the
+    words do not decide it.
     """
     launch = taken_apart(command.words)
     if launch.unknown:
@@ -137,12 +137,9 @@ def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
             "of bash behind --run."
         )
     variables = {**command.variables, **launch.variables}
-    reader = Reader(settings_of(flags), prefix)
-    if "HYPERGRID_TIMEOUT" in variables:
-        reader.settings["one_timeout"] = variables["HYPERGRID_TIMEOUT"]
-    if "HYPERGRID_ORDER" in variables:
-        order = Option("HYPERGRID_ORDER", SIZES["order"], [variables["HYPERGRID_ORDER"]])
-        reader.read(order, reader.settings)
+    reader = Reader(settings_of(flags))
+    for option in options_of_variables("ours", variables):
+        reader.read(option, reader.settings)
     read_programs(reader, launch.programs, variables)
     table = dict(OF_SCRIPT)
     if launch.has_launcher:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from compat.cli.launch import SHELLS, Launch, behind, program_of, taken_apart
 from compat.cli.line import Command
-from compat.cli.world import LAUNCHERS, head_of, variables_of_step
+from compat.cli.world import LAUNCHERS, OF_FIRST_TASK, head_of, variables_of_step
 from compat.planned.flags import flags_of
 from compat.planned.job import PARALLEL, SIZES, JobError
 
@@ -60,7 +60,7 @@ _CLEAN = {"-e", "--cleanenv", "-c", "--contain", "-C", "--containall"}  # flags 
 # Variables of each SLURM job that change no group, for scripts that end without them.
 _OF_EACH_JOB = {
     **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1"),
-    **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
+    **dict.fromkeys(OF_FIRST_TASK, "0"),
     **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost"),
 }
 _LAST_SECONDS = 2  # for processes that a script has left in the background

@@ -154,7 +154,6 @@ def started(
     timeout: float | None,
     chdir: str | None,
     from_args: str | None,
-    prefix: str | None,
     **flags: Any,
 ) -> list[tuple[Job, Command]]:
     """The jobs that a command line starts, each with the first command that starts it.
@@ -172,13 +171,11 @@ def started(
         commands = [command_of(from_args)]
     elif words:
         commands = [Command(words, dict(os.environ))]
-    elif prefix is not None:
-        raise JobError("--prefix chooses between overrides of a command: give the command.")
     else:
         return [(from_sizes(**flags), Command(()))]
     jobs: list[tuple[Job, Command]] = []
     for command in commands:
-        job = job_of(command, prefix, **flags)
+        job = job_of(command, **flags)
         # A script that starts each host's part by ssh starts the same job several times.
         if job not in [other for other, _ in jobs]:
             jobs.append((job, command))

@@ -129,6 +129,8 @@ def test_settings_beside_a_command_win_over_it():
     }
     job = job_in("srun --nodelist=a1 python x.py", world_size=64, gpus_per_node=4)
     assert (job.world_size, job.ranks_per_host) == (64, 4)
+    job = job_in("WORLD_SIZE=24 LOCAL_WORLD_SIZE=8 python x.py", gpus_per_node=4)
+    assert (job.world_size, job.ranks_per_host) == (24, 4)
 
 
 def test_sizes_and_a_command_that_mean_the_same_are_the_same_job():
