@@ -65,7 +65,8 @@ class Topology:
     def crossing(self, dims: Dims) -> list[list[int]]:
         """The groups over ``dims`` whose ranks are on several hosts."""
         groups = self.layout.groups(dims)
-        crossing_groups: list[list[int]] = groups[self.touched(groups) > 1].tolist()
+        crosses = self.touched(groups) > 1
+        crossing_groups: list[list[int]] = groups[crosses].tolist()
         return crossing_groups
 
     def touched(self, groups: np.ndarray) -> np.ndarray:
@@ -79,11 +80,13 @@ class Topology:
 
 def _numbered(hosts: Any, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
     """The hosts' names, and the number of the host of each rank."""
-    # True is an Integral, too.
-    if isinstance(hosts, int | np.integer) and not isinstance(hosts, bool) and hosts > 0:
+    # True is an int, too.
+    is_count = isinstance(hosts, int | np.integer) and not isinstance(hosts, bool)
+    if is_count and hosts > 0:
         host_count = -(-ranks // hosts)  # the last one may have fewer ranks
         names = [f"host{number}" for number in range(host_count)]
-        return tuple(names), np.arange(ranks) // hosts
+        numbers = np.arange(ranks) // hosts
+        return tuple(names), numbers
     # A text is a sequence of texts, too.
     is_list = isinstance(hosts, Sequence) and not isinstance(hosts, str)
     if not is_list or not hosts or not all(isinstance(name, str) for name in hosts):
@@ -92,5 +95,8 @@ def _numbered(hosts: Any, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
             f"rank's host (['a', 'a', 'b'])."
         )
     # The hosts b, a, b have the numbers 0, 1, 0.
-    number_of_host = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
-    return tuple(number_of_host), np.array([number_of_host[name] for name in hosts])
+    number_of_host: dict[str, int] = {}
+    for name in hosts:
+        number_of_host.setdefault(name, len(number_of_host))
+    numbers = np.array([number_of_host[name] for name in hosts])
+    return tuple(number_of_host), numbers

@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from compat.cli.line import ASSIGNMENT, Command
+from compat.cli.line import Command
 from compat.cli.reader import OF_SCRIPT, RANKS_BESIDE, Option, Reader, options_of
-from compat.cli.world import LAUNCHERS, options_of_variables, read_programs
+from compat.cli.world import options_of_variables, read_programs
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import Job, JobError, settings_of
 
 SHELLS = ("bash", "sh")
+# By program how many words it takes before another program.
 _PROGRAMS = flags_of("programs")
+_OF_RANKS = ("world-size", "gpus-per-node", "nvlink-domain")  # flags
 
 
 @dataclass
@@ -26,15 +29,9 @@ class Launch:
     """A command, taken apart: programs that start each other, the last of them a script."""
 
     programs: list[tuple[str, list[Option]]] = field(default_factory=list)
-    variables: dict[str, str] = field(default_factory=dict)  # that env sets
     script: str | None = None  # "": the line has only flags
     words: Sequence[str] = ()  # of the script
     unknown: str = ""  # a program that is not known
-
-    @property
-    def has_launcher(self) -> bool:
-        """Whether a program starts the script on a number of ranks."""
-        return any(name in LAUNCHERS for name, _ in self.programs)
 
 
 def taken_apart(words: Sequence[str]) -> Launch:
@@ -50,12 +47,12 @@ def taken_apart(words: Sequence[str]) -> Launch:
         elif word.endswith(".py"):
             launch.script = word
             launch.words = rest[1:]
-        elif program_of(word) is None:
+        elif word.rpartition("/")[2] not in _PROGRAMS:
             launch.unknown = word
             break
         else:
             rest = behind(launch, rest)
-    if ":" in words and launch.has_launcher:
+    if ":" in words and launch.programs:
         raise JobError(
             "the command has another part of the job behind a colon. Give the sizes instead of "
             "the command: --world-size 64 --tp 4."
@@ -67,11 +64,6 @@ def taken_apart(words: Sequence[str]) -> Launch:
     return launch
 
 
-def program_of(word: str) -> Flag | None:
-    """The row of a program; its values are the words that it takes before another program."""
-    return _PROGRAMS.get(word.rpartition("/")[2])
-
-
 def behind(launch: Launch, words: Sequence[str]) -> list[str]:
     """The words behind those of the first program; none behind the script that it starts."""
     program = _PROGRAMS[words[0].rpartition("/")[2]]
@@ -81,14 +73,11 @@ def behind(launch: Launch, words: Sequence[str]) -> list[str]:
         return _in_container(words)
     table = flags_of(name)
     options, rest = options_of(words[1:], table, name)
-    while program.kind == "env" and rest and (assignment := ASSIGNMENT.fullmatch(rest[0])):
-        launch.variables[assignment[1]] = assignment[2]
-        del rest[0]
     more_options, rest = options_of(rest[int(program.values) :], table, name)
     launch.programs.append((name, options + more_options))
     meanings = {option.row.meaning for option in options}
     # python -c CODE starts no script.
-    if "code" in meanings or program.kind == "nothing":
+    if "code" in meanings:
         return []
     # torchrun train.py, python -m training; torchrun --no-python hypergrid-launch train.py
     is_script = program.kind == "script" and "program" not in meanings
@@ -106,14 +95,12 @@ def _in_container(words: Sequence[str]) -> list[str]:
     It begins with the first word that names a known program or a script and is no flag's value.
     Variables of launchers that the container is given are refused.
     """
-    for place in range(2, len(words)):
-        before = words[place - 1]
-        word = words[place]
-        may_be_value = before.startswith("-") and "=" not in before
-        is_shell = word.rpartition("/")[2] in SHELLS
-        is_command = is_shell or program_of(word) is not None or word.endswith(".py")
+    for place, (before, word) in enumerate(pairwise(words[1:]), 2):
         if re.search(r"\b(PET|HYPERGRID)_", word) is not None:
             raise JobError(f"{before} {word} is not read. {RANKS_BESIDE}")
+        name = word.rpartition("/")[2]
+        is_command = name in SHELLS or name in _PROGRAMS or name.endswith(".py")
+        may_be_value = before.startswith("-") and "=" not in before
         if is_command and not may_be_value:
             return list(words[place:])
     return []
@@ -136,16 +123,14 @@ def job_of(command: Command, **flags: Any) -> Job:
             "the command starts no Python program. Give the one with torchrun or srun, or a script "
             "of bash behind --run."
         )
-    variables = {**command.variables, **launch.variables}
     reader = Reader(settings_of(flags))
-    for option in options_of_variables("ours", variables):
+    for option in options_of_variables("ours", command.variables):
         reader.read(option, reader.settings)
-    read_programs(reader, launch.programs, variables)
-    table = dict(OF_SCRIPT)
-    if launch.has_launcher:
-        # Of the script's own flags none says how many ranks its launcher starts.
-        for name in ("world-size", "gpus-per-node", "nvlink-domain"):
-            table[name] = Flag("1")
+    read_programs(reader, launch.programs, command.variables)
+    table = OF_SCRIPT
+    if launch.script:
+        # Of a script's own flags none says on how many ranks it runs.
+        table = {**OF_SCRIPT, **dict.fromkeys(_OF_RANKS, Flag("1"))}
     for option in options_of(launch.words, table)[0]:
         reader.read(option, reader.settings)
     return reader.finish()

@@ -16,7 +16,6 @@ from compat.cli.line import LONGEST
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import (
     NOT_READ,
-    PARALLEL,
     SIZES,
     STRAY,
     USED,
@@ -33,10 +32,6 @@ READINGS = (USED, WITHOUT_EFFECT, NOT_READ, STRAY, WITHOUT_VALUE)
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
 # argparse and click take both forms, SLURM and MPI only their own.
 _TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
-# Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
-_OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
-_OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
-_HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|{'|'.join(PARALLEL)}")
 _DIM = "(tp|pp|cp|ep|dp|etp|vp)p?"
 # --tp_size, --epParallel; --size-of-pp
 _SIZE_OF_DIM = (
@@ -52,6 +47,10 @@ RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
 _SHORTEST = 6  # letters
 _LONG_SIZES = [name for name in SIZES if len(name) >= _SHORTEST]
 _ALIKE = 0.9  # of 1: two edits of a name of 26 letters
+_GROUPING = [name.replace("-", "_") for name, row in SIZES.items() if row.kind != "model"]
+# Files of sizes, and overrides of Bridge, NeMo and verl, whose other sizes are in the program:
+# model.tensor_model_parallel_size=4, tp=4, model={tp: 4}
+_HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|\b({'|'.join(_GROUPING)})['\"]?\s*[=:]")
 
 _UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
 
@@ -115,15 +114,10 @@ class Reader:
         self.settings: dict[str, Any] = dict(overrides)
         self.flags: dict[str, list[str]] = {reading: [] for reading in READINGS}
         self._flag_before = ""  # it takes no value
-        self._first_override: dict[str, str] = {}  # that holds a size, of each prefix
 
     def finish(self) -> Job:
         """The job that was read."""
-        job = of_settings(self.settings)
-        assumed = job.assumed
-        if self._first_override:
-            assumed = (_OF_OVERRIDES, *assumed)
-        return replace(job, assumed=assumed, flags=self.flags)
+        return replace(of_settings(self.settings), flags=self.flags)
 
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""
@@ -166,45 +160,21 @@ class Reader:
     def _read_unlisted(self, option: Option) -> None:
         """A word or a flag of a script that its table does not have."""
         flag, _, values = option
-        # It may take no values: --verbose model.tensor_model_parallel_size=4
-        unread = [value for value in values if not self._read_override(value)]
-        if not flag and not unread:
-            return
         meant = _meant(flag)
         if meant:
             raise JobError(
                 f"{flag} is not a flag of Megatron, which has --{meant}. Write that if it is "
                 f"meant, or give the sizes instead of the command: --world-size 64 --tp 4."
             )
-        name = flag or unread[0]
-        # model={tensor_model_parallel_size: 4}, and files of sizes
-        has_sizes = any(map(_HOLDS_SIZES.search, unread))
-        if has_sizes or _MAY_HOLD_SIZES.search(flag or name.rpartition("=")[0]):
+        for value in values:
+            if _HOLDS_SIZES.search(value) is not None:
+                raise _may_hold_sizes(value)
+        name = flag or values[0]
+        if _MAY_HOLD_SIZES.search(flag or name.rpartition("=")[0]) is not None:
             raise _may_hold_sizes(name)
         if self._flag_before and not flag and "=" not in name:
             self.flags[STRAY].append(f"{shown(name)} behind {self._flag_before}")
         self.flags[NOT_READ].append(name)
-
-    def _read_override(self, word: str) -> bool:
-        """Read ``model.tensor_model_parallel_size=4``; False if it is no setting of a job."""
-        override = _OVERRIDE.fullmatch(word)
-        if override is None:
-            return False
-        prefix, name, text = override.groups()
-        row = SIZES.get(name.replace("_", "-"))
-        if row is None:
-            return False
-        if row.meaning in PARALLEL:
-            self._first_override.setdefault(prefix, word)
-        if len(self._first_override) > 1:
-            raise JobError(
-                f"{' and '.join(self._first_override.values())} are sizes of different models. "
-                f"Give those of one instead of the command: --world-size 64 --tp 4."
-            )
-        # Hydra's word for a value that is not given.
-        if text not in ("null", "None"):
-            self.read(Option(f"{prefix}{name}", row, [text]), self.settings)
-        return True
 
 
 def _value_of(option: Option, remedy: str = "") -> Any:

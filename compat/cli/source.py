@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from compat.cli.run import launches
 from compat.megatron import releases
 from compat.planned.job import (
     MOST_RANKS,
-    RANKS_PER_HOST,
     Job,
     JobError,
-    check_hosts,
+    checked_hosts,
     from_sizes,
 )
 from hypergrid.files import bytes_of, decoded
@@ -54,12 +54,12 @@ class PlannedJob:
             return self.layouts["decoder"].order
         return self.job.request().order
 
-    @property
+    @cached_property
     def hosts(self) -> Topology:
         """The hosts of all ranks."""
         return Topology(self._all_ranks, self.ranks_per_host)
 
-    @property
+    @cached_property
     def domains(self) -> Topology | None:
         """The NVLink domains of all ranks, where they are known."""
         if self.nvlink_domain is None:
@@ -101,11 +101,7 @@ def saved(
         ranks_per_host = beside.ranks_per_host
     if nvlink_domain is None:
         nvlink_domain = beside.nvlink_domain
-    assumed = []
-    if ranks_per_host is None:
-        ranks_per_host = min(RANKS_PER_HOST, len(plan.window))
-        assumed.append(f"{ranks_per_host} ranks on each host; --gpus-per-node changes it")
-    check_hosts(plan.window.stop, ranks_per_host, nvlink_domain)
+    ranks_per_host, assumed = checked_hosts(plan.window.stop, ranks_per_host, nvlink_domain)
     return PlannedJob(plan, ranks_per_host, nvlink_domain, None, assumed, beside.megatron)
 
 
@@ -152,7 +148,7 @@ def started(
     words: Sequence[str],
     run: bool,
     timeout: float | None,
-    chdir: str | None,
+    chdir: Path | None,
     from_args: str | None,
     **flags: Any,
 ) -> list[tuple[Job, Command]]:
@@ -166,7 +162,8 @@ def started(
     if run and not words:
         raise JobError("--run needs a script behind it: hypergrid check --run job.sh ARGUMENTS.")
     if run:
-        commands = _recorded(Path(words[0]), words[1:], timeout or _MOST_SECONDS, chdir)
+        script, *arguments = words
+        commands = _recorded(Path(script), arguments, timeout or _MOST_SECONDS, chdir)
     elif from_args is not None:
         commands = [command_of(from_args)]
     elif words:
@@ -183,14 +180,14 @@ def started(
 
 
 def _recorded(
-    script: Path, arguments: Sequence[str], timeout: float, directory: str | None
+    script: Path, arguments: Sequence[str], timeout: float, directory: Path | None
 ) -> Sequence[Command]:
     """The launches of a script, which bash runs; what is done and how it ended goes to stderr."""
     if not script.is_file():
         raise JobError(f"there is no file {script}.")
     name = shown(script.name)
     _say(f"runs {name} here, without its launchers; all other commands run")
-    recording = launches(script, arguments, timeout, Path(directory) if directory else None)
+    recording = launches(script, arguments, timeout, directory)
     ending = f"{name} ended with status {recording.status}"
     if recording.status is None:
         ending = f"{name} had not ended after {timeout:g} s and was stopped"

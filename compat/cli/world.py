@@ -108,20 +108,19 @@ def _ranks_of(
     # GPUs are not read, from which it would count its tasks.
     if "tasks" not in numbers and "tasks_from_gpus" not in numbers:
         numbers = {**_DEFAULTS.get(program, {}), **numbers}
-    hosts, tasks, per_host = map(numbers.get, Ranks._fields)
-    if hosts and per_host and tasks is None:
-        tasks = hosts * per_host
-    if hosts and tasks and per_host is None:
-        per_host = -(-tasks // hosts)
-    if tasks and per_host and hosts is None:
-        hosts = -(-tasks // per_host)
-    if not hosts or not tasks or not per_host or min(hosts, tasks, per_host) < 0:
+    is_told = len(numbers.keys() & {*Ranks._fields}) >= 2
+    if not is_told or min(numbers.values()) < 1:
         raise _not_decided(program, "is not told the number of ranks and of hosts")
+    hosts, tasks, on_each = (numbers.get(name, 0) for name in Ranks._fields)
+    # At most one of them is 0, which the others decide.
+    tasks = tasks or hosts * on_each
+    on_each = on_each or -(-tasks // hosts)
+    hosts = hosts or -(-tasks // on_each)
     # Of 20 tasks on 3 hosts, two have 7 and one has 6.
-    if -(-tasks // hosts) != per_host:
-        expected = hosts * per_host
+    if -(-tasks // hosts) != on_each:
+        expected = hosts * on_each
         raise _not_decided(program, f"is told {tasks} tasks and, for its hosts, {expected}")
-    return Ranks(hosts, tasks, per_host)
+    return Ranks(hosts, tasks, on_each)
 
 
 def variables_of_step(options: Sequence[Option], variables: Mapping[str, str]) -> dict[str, str]:

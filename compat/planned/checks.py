@@ -182,14 +182,14 @@ def _refused_stages(job: Job, flags: Set[str]) -> Iterator[Finding]:
     stage_layout = settings.get("stage_layout")
     if stage_layout is not None:
         stages = stages_of(stage_layout)
-    if stage_layout is not None and stages % pipeline_size:
-        yield _refused(
-            "stage-layout",
-            f"--pipeline-model-parallel-layout {shown(stage_layout)} has {stages} stages, and "
-            f"{pipeline_size} pipeline ranks do not divide them.",
-            "the stages must be a multiple of the pipeline ranks",
-            "Change the number of | in it, or --pipeline-model-parallel-size.",
-        )
+        if stages % pipeline_size:
+            yield _refused(
+                "stage-layout",
+                f"--pipeline-model-parallel-layout {shown(stage_layout)} has {stages} stages, and "
+                f"{pipeline_size} pipeline ranks do not divide them.",
+                "the stages must be a multiple of the pipeline ranks",
+                "Change the number of | in it, or --pipeline-model-parallel-size.",
+            )
     if pipeline_size == 1 and stages > 1:
         yield _refused(
             "no-pipeline",
@@ -282,19 +282,20 @@ def silent_losses(job: Job) -> Iterator[Finding]:
 def _unread_options(job: Job) -> Iterator[Finding]:
     """Sections and options of the NCCL configuration that nobody reads."""
     nccl_config = job.settings.get("nccl_config", "")
-    if Path(nccl_config).is_file():
-        groups = {row.options for row in (*ROWS, *EXTRA_ALL_GATHER)}
-        try:
-            configs = communicators.read_configs(nccl_config, None)
-            unread = list(communicators.unread(configs, groups))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise JobError(str(error)) from error
-        if unread:
-            yield Finding(
-                "nccl-config",
-                "warning",
-                f"{nccl_config} has {' and '.join(unread)}: no group reads that.",
-                "Megatron's get_nccl_options (parallel_state.py) ignores it without a word.",
-                f"Options are {', '.join(communicators.OPTIONS)}; groups are "
-                f"{', '.join(sorted(groups))}.",
-            )
+    if not Path(nccl_config).is_file():
+        return
+    groups = {row.options for row in (*ROWS, *EXTRA_ALL_GATHER)}
+    try:
+        configs = communicators.read_configs(nccl_config, None)
+        unread = list(communicators.unread(configs, groups))
+    except RuntimeError as error:
+        raise JobError(str(error)) from error
+    if unread:
+        yield Finding(
+            "nccl-config",
+            "warning",
+            f"{nccl_config} has {' and '.join(unread)}: no group reads that.",
+            "Megatron's get_nccl_options (parallel_state.py) ignores it without a word.",
+            f"Options are {', '.join(communicators.OPTIONS)}; groups are "
+            f"{', '.join(sorted(groups))}.",
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 from hypergrid.layout import LayoutError
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import ranks_by_host
+from hypergrid.show.hosts import domain_of, ranks_by_host
 from hypergrid.topology import Topology
 
 MOST_RANKS = 1 << 16  # a browser opens these in some seconds, and 1,048,576 not in two minutes
@@ -47,7 +47,7 @@ def page(
         )
     drawn_hosts = []
     for name, ranks in ranks_by_host(plan.layout, hosts).items():
-        domain = domains.host(ranks[0]) if domains is not None else ""
+        domain = domain_of(domains, ranks)
         drawn_hosts.append({"name": name, "ranks": ranks, "within": domain})
     data = {
         "title": title,
@@ -78,7 +78,9 @@ def _inert(text: str) -> str:
 
 def _digest(text: str) -> str:
     """A style or script as the page's policy names it: no other one runs."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    digest = hashlib.sha256(text.encode()).digest()
+    encoded = base64.b64encode(digest).decode()
+    return f"'sha256-{encoded}'"
 
 
 def _part(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import install_command, shortened, shown
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import group_numbers, ranks_by_host
+from hypergrid.show.hosts import domain_of, group_numbers, ranks_by_host
 from hypergrid.show.page import MOST_RANKS as MOST_ON_PAGE
 from hypergrid.summary import sizes_in_words
 from hypergrid.topology import Topology
@@ -75,7 +75,7 @@ def picture(
     Raises
     ------
     LayoutError
-        An unknown layout, dim or suffix, or more than 4,096 ranks.
+        An unknown dim or suffix, or more than 4,096 ranks.
     ImportError
         matplotlib is missing.
     """
@@ -86,10 +86,6 @@ def picture(
         )
     drawn_layouts = {}
     for name in layouts or list(plan.layouts)[:1]:
-        if name not in plan.layouts:
-            raise LayoutError(
-                f"invalid layout {shown(name)}. Valid layouts are {list(plan.layouts)}."
-            )
         layout = plan.layouts[name]
         if layout.size > MOST_RANKS:
             raise LayoutError(
@@ -100,8 +96,7 @@ def picture(
         drawn_layouts[name] = layout
     panels = []
     for title, layout, dim in _dims(drawn_layouts, by):
-        panel = _panel(title, layout, dim, hosts, domains)
-        panels.append(panel)
+        panels.append(_panel(title, layout, dim, hosts, domains))
     try:
         import matplotlib
     except ImportError as error:
@@ -118,8 +113,7 @@ def picture(
 
 
 def _dims(
-    layouts: Mapping[str, RankLayout],
-    by: str | None,
+    layouts: Mapping[str, RankLayout], by: str | None
 ) -> Iterator[tuple[str, RankLayout, str]]:
     """The title, the layout and the dim of each panel.
 
@@ -135,10 +129,9 @@ def _dims(
             # The stride and the size decide all groups. An unknown dim is refused.
             stride = layout.stride(dim)
             size = layout.size_of(dim)
-            groups = (dim, stride, size)
-            if groups in drawn_groups:
+            if (dim, stride, size) in drawn_groups:
                 continue
-            drawn_groups.add(groups)
+            drawn_groups.add((dim, stride, size))
             title = f"{dim} = {size}"
             if dim in known_dims:
                 title = f"{name} {title}"
@@ -179,8 +172,9 @@ def _panel(
     domains: Topology | None,
 ) -> _Panel:
     kind = "hosts" if domains is None else "domains"
-    # On how many of them each group is.
-    touched = (domains or hosts).touched(layout.groups(dim))
+    places = domains or hosts
+    # On how many hosts, or domains, each group is.
+    touched = places.touched(layout.groups(dim))
     count = int((touched > 1).sum())
     reach = f"no group crosses {kind}"
     if count:
@@ -222,7 +216,7 @@ def _lines(
             if hidden:
                 yield f"+ {hidden:,} ranks", []
                 hidden = 0
-            domain = domains.host(ranks[0]) if domains is not None else ""
+            domain = domain_of(domains, ranks)
             if domain != last_domain:
                 yield shortened(domain, 18), []
                 last_domain = domain
@@ -239,9 +233,7 @@ def _drawn(panels: Sequence[_Panel], heading: str) -> Figure:
     line_count = -(-len(panels) // ACROSS)
     per_line = -(-len(panels) // line_count)
     height = max(len(panel.lines) for panel in panels)
-    columns = MIN_COLUMNS
-    for _, ranks in panels[0].lines:
-        columns = max(columns, len(ranks))
+    columns = max(MIN_COLUMNS, *(len(ranks) for _, ranks in panels[0].lines))
     # An inch for the labels of hosts; the words above a panel, and those of the whole picture.
     panel_width = CELL * columns + 1
     panel_height = CELL * height + 0.75
@@ -272,8 +264,6 @@ def _draw(
     height: int,
 ) -> None:
     """Draw a panel on axes of that width and height, on which a rank is a unit wide and high."""
-    from matplotlib.patches import Rectangle
-
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(height - 0.5, -0.5)
     axes.set_aspect("equal", anchor="NW")
@@ -288,20 +278,13 @@ def _draw(
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(length=0)
     for y, (_, ranks) in enumerate(panel.lines):
-        for x, rank in enumerate(ranks):
-            number = panel.group_of_rank[rank]
-            colour = COLOURS[number % len(COLOURS)]
-            corner = (x - TILE / 2, y - TILE / 2)
-            tile = Rectangle(corner, TILE, TILE, color=colour)
+        if not ranks:
+            continue
+        numbers = [panel.group_of_rank[rank] for rank in ranks]
+        colours = [COLOURS[number % len(COLOURS)] for number in numbers]
+        tiles = axes.bar(range(len(ranks)), TILE, TILE, y - TILE / 2, color=colours)
+        for tile, rank in zip(tiles, ranks, strict=True):
             if rank in panel.framed:
                 tile.set(edgecolor=INK, linewidth=1.5)
-            axes.add_patch(tile)
-            axes.text(
-                x,
-                y,
-                str(rank),
-                fontsize=8.5 if rank < 1000 else 6.5,
-                ha="center",
-                va="center",
-                color=INK,
-            )
+        size = 8.5 if ranks[-1] < 1000 else 6.5
+        axes.bar_label(tiles, ranks, label_type="center", color=INK, fontsize=size)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.text import Text
 
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.show.hosts import group_numbers, ranks_by_host
+from hypergrid.show.hosts import domain_of, group_numbers, ranks_by_host
 from hypergrid.topology import Topology
 
 FOLD_ABOVE = 256  # ranks
@@ -36,16 +36,12 @@ def table(
     """
     ranks_of = ranks_by_host(layout, hosts)
     names = list(ranks_of)
-    hidden_count = 0
+    last = len(names) - 1
+    numbers: Sequence[int] = range(len(names))
     if only is not None:
-        last = len(names) - 1
-        for number in only:
-            if not 0 <= number <= last:
-                raise LayoutError(f"there is no host {number}: they go from 0 to {last}.")
-        names = [names[number] for number in only]
-    elif layout.size > FOLD_ABOVE and len(names) > _FIRST + 1:
-        hidden_count = len(names) - _FIRST - 1
-        names = [*names[:_FIRST], names[-1]]
+        numbers = only
+    elif layout.size > FOLD_ABOVE and last > _FIRST:
+        numbers = [*range(_FIRST), last]
     group_title = f"{by} group"
     dims = layout.trimmed.dims
     group_of_rank = group_numbers(layout, by)
@@ -60,23 +56,25 @@ def table(
 
     def line(label: str, values: Iterable[int]) -> str:
         text = f"  {label}".ljust(label_width)
-        for value in values:
-            text += cell(value)
-        return text.rstrip()
+        cells = "".join(map(cell, values))
+        return (text + cells).rstrip()
 
-    last_domain = ""
-    for name in names:
-        if hidden_count and name == names[-1]:
-            yield Text(
-                f"... {hidden_count} hosts between, --hosts shows them ...",
-                style="dim",
-            )
+    number_before = None
+    domain_before = ""
+    for number in numbers:
+        if not 0 <= number <= last:
+            raise LayoutError(f"there is no host {number}: they go from 0 to {last}.")
+        if number_before is not None and number > number_before + 1:
+            hidden_count = number - number_before - 1
+            yield Text(f"... {hidden_count} hosts between, --hosts shows them ...", style="dim")
             yield Text()
+        number_before = number
+        name = names[number]
         host_ranks = ranks_of[name]
-        domain = domains.host(host_ranks[0]) if domains is not None else ""
-        if domain != last_domain:
+        domain = domain_of(domains, host_ranks)
+        if domain != domain_before:
             yield Text(domain, "bold underline")
-        last_domain = domain
+        domain_before = domain
         for start in range(0, len(host_ranks), per_line):
             ranks = host_ranks[start : start + per_line]
             coloured = Text(name.ljust(label_width), style="bold")

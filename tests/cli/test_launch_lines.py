@@ -54,7 +54,8 @@ def test_a_refusal_names_a_remedy_that_works(block, monkeypatch):
     [
         (f"{RUN} --save {'x' * 200_000}", "the launch line is longer than"),
         (f"{RUN} \\\n--tp 4\n--pp 2", "a shell would not leave '--pp' of"),
-        (f"{RUN} \\\r\n--tp 4", "the launch line has carriage returns"),
+        (f"{RUN} \\\r\n--tp 4", "a shell would not leave '--tp' of"),
+        (f"{RUN}\r\n", "a shell would not leave 'pretrain_gpt.py\\r' of"),
         (f"{RUN} --save \\", "a shell would not leave '\\\\' of"),
         (f"{RUN} ~/x", "a shell would not leave '~/x' of"),
         (f"{RUN} *.json", "a shell would not leave '*.json' of"),
