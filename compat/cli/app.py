@@ -161,8 +161,10 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     standing = [finding for finding in all_findings if finding.rule not in allow]
     status = int(any(finding.severity != "note" for finding in standing))
     if as_json:
-        data = {"findings": standing, "allowed": allowed}
-        prints.as_json({**data, "orders": ranking} if suggest else data)
+        data: dict[str, Any] = {"findings": standing, "allowed": allowed}
+        if suggest:
+            data["orders"] = ranking
+        prints.as_json(data)
         return status
     out = prints.head(subject, all_findings)
     prints.findings(out, standing, allowed, allow)
@@ -188,9 +190,8 @@ def diff(before: str, after: str, as_json: bool) -> int:
     """
     planned = read(before)
     changed = read(after)
-    compared = difference(
-        planned.plan, changed.plan, shards_of(planned.plan.layouts, changed.plan.layouts)
-    )
+    shards = shards_of(planned.plan.layouts, changed.plan.layouts)
+    compared = difference(planned.plan, changed.plan, shards)
     if as_json:
         prints.as_json(asdict(compared))
     else:
@@ -242,7 +243,8 @@ def diagnose(directory: Path, ask: bool, html: Path | None, as_json: bool) -> in
         drawn = plan_of(recordings)
         title = f"{directory.name}: {result.kind}"
         data = page_data(recordings, result)
-        html.write_text(page(drawn, hosts_of(recordings, drawn), title, job=data), "utf-8")
+        text = page(drawn, hosts_of(recordings, drawn), title, job=data)
+        html.write_text(text, "utf-8")
     return int(not result.ok)
 
 

@@ -21,6 +21,7 @@ from compat.planned.job import Job, JobError, settings_of
 SHELLS = ("bash", "sh")
 # By program how many words it takes before another program.
 _PROGRAMS = flags_of("programs")
+_NOT_READ = (*SHELLS, "env", "which")  # what they start is for --run
 _OF_RANKS = ("world-size", "gpus-per-node", "nvlink-domain")  # flags
 
 
@@ -99,7 +100,7 @@ def _in_container(words: Sequence[str]) -> list[str]:
         if re.search(r"\b(PET|HYPERGRID)_", word) is not None:
             raise JobError(f"{before} {word} is not read. {RANKS_BESIDE}")
         name = word.rpartition("/")[2]
-        is_command = name in SHELLS or name in _PROGRAMS or name.endswith(".py")
+        is_command = name in _NOT_READ or name in _PROGRAMS or name.endswith(".py")
         may_be_value = before.startswith("-") and "=" not in before
         if is_command and not may_be_value:
             return list(words[place:])
