@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,12 @@ def _check_ranks(path: Path, plan: GroupPlan) -> None:
             f"{path} is too large to be planned: at most {MOST_RANKS:,} ranks in 40 rows are."
         )
     last_ranks = [layout.stop - 1 for layout in plan.layouts.values()]
-    for ranks in [last_ranks, *listed_groups]:
-        for rank in ranks:
-            if not 0 <= rank < count:
-                raise JobError(
-                    f"{path} is not a valid plan: a layout or a group has rank {rank}, and the "
-                    f"first layout, which the plan is for, ends at rank {count - 1}."
-                )
+    for rank in chain(last_ranks, *listed_groups):
+        if not 0 <= rank < count:
+            raise JobError(
+                f"{path} is not a valid plan: a layout or a group has rank {rank}, and the first "
+                f"layout, which the plan is for, ends at rank {count - 1}."
+            )
 
 
 def of_job(job: Job) -> PlannedJob:

@@ -69,7 +69,8 @@ def _findings(rank_recording: RankRecording, diagnosis: Diagnosis) -> list[str]:
     if waits_for:
         lines.append(f"waits for {few(waits_for)}")  # of thousands, perhaps
     for frame in rank_recording.stack[:6]:
-        lines.append(f"{frame.function} ({frame.file}:{frame.line})")
+        place = f"{frame.file}:{frame.line}"
+        lines.append(f"{frame.function} ({place})")
     return lines
 
 

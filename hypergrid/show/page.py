@@ -59,12 +59,17 @@ def page(
     }
     style = _part("page.css")
     script = "\n".join(map(_part, SCRIPTS))
+    title_in_ascii = html.escape(title).encode("ascii", "xmlcharrefreplace")
+    policy = (
+        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    data_as_json = json.dumps(data, separators=(",", ":"))
     parts = {
-        "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
-        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
-        "base-uri 'none'; form-action 'none'",
+        "title": title_in_ascii.decode(),
+        "policy": policy,
         "style": style,
-        "data": _inert(json.dumps(data, separators=(",", ":"))),
+        "data": _inert(data_as_json),
         "script": script,
     }
     # One pass, so that data that looks like a slot of the template stays data.

@@ -178,7 +178,9 @@ def _panel(
     count = int((touched > 1).sum())
     reach = f"no group crosses {kind}"
     if count:
-        reach = f"{count:,} of {len(touched):,} groups cross {kind} (up to {touched.max()})"
+        group_count = len(touched)
+        most = touched.max()
+        reach = f"{count:,} of {group_count:,} groups cross {kind} (up to {most})"
     framed = layout.group(layout.offset, dim)
     ranks_of = ranks_by_host(layout, hosts)
     return _Panel(
@@ -233,7 +235,8 @@ def _drawn(panels: Sequence[_Panel], heading: str) -> Figure:
     line_count = -(-len(panels) // ACROSS)
     per_line = -(-len(panels) // line_count)
     height = max(len(panel.lines) for panel in panels)
-    columns = max(MIN_COLUMNS, *(len(ranks) for _, ranks in panels[0].lines))
+    lengths = [len(ranks) for _, ranks in panels[0].lines]
+    columns = max(MIN_COLUMNS, *lengths)
     # An inch for the labels of hosts; the words above a panel, and those of the whole picture.
     panel_width = CELL * columns + 1
     panel_height = CELL * height + 0.75
@@ -282,7 +285,9 @@ def _draw(
             continue
         numbers = [panel.group_of_rank[rank] for rank in ranks]
         colours = [COLOURS[number % len(COLOURS)] for number in numbers]
-        tiles = axes.bar(range(len(ranks)), TILE, TILE, y - TILE / 2, color=colours)
+        places = range(len(ranks))
+        bottom = y - TILE / 2
+        tiles = axes.bar(places, TILE, TILE, bottom, color=colours)
         for tile, rank in zip(tiles, ranks, strict=True):
             if rank in panel.framed:
                 tile.set(edgecolor=INK, linewidth=1.5)
