@@ -30,8 +30,6 @@ from hypergrid.messages import shown
 OF_SCRIPT = {**flags_of("megatron"), **SIZES}
 READINGS = (USED, WITHOUT_EFFECT, NOT_READ, STRAY, WITHOUT_VALUE)
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
-# argparse and click take both forms, SLURM and MPI only their own.
-_TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
 _DIM = "(tp|pp|cp|ep|dp|etp|vp)p?"
 # --tp_size, --epParallel; --size-of-pp
 _SIZE_OF_DIM = (
@@ -82,8 +80,8 @@ def options_of(
         text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word)  # -N16 is -N=16
         flag, equals, value = text.partition("=")
         name = flag.lstrip("-")
-        if program in _TAKES_UNDERSCORES:
-            name = name.replace("_", "-")
+        if program:
+            name = name.replace("_", "-")  # as argparse and click do
         row = table.get(name, _UNLISTED)
         # How many words such a flag takes is open, and so where the script begins.
         if row is _UNLISTED and program:
