@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from compat.cli.line import Command
 from compat.cli.reader import OF_SCRIPT, RANKS_BESIDE, Option, Reader, options_of
 from compat.cli.world import options_of_variables, read_programs
 from compat.planned.flags import Flag, flags_of
-from compat.planned.job import Job, JobError, settings_of
+from compat.planned.job import Job, JobError, of_settings, settings_of
 
 SHELLS = ("bash", "sh")
 # By program how many words it takes before another program.
@@ -134,4 +134,4 @@ def job_of(command: Command, **flags: Any) -> Job:
         table = {**OF_SCRIPT, **dict.fromkeys(_OF_RANKS, Flag("1"))}
     for option in options_of(launch.words, table)[0]:
         reader.read(option, reader.settings)
-    return reader.finish()
+    return replace(of_settings(reader.settings), flags=reader.flags)

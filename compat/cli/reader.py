@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -21,9 +20,7 @@ from compat.planned.job import (
     USED,
     WITHOUT_EFFECT,
     WITHOUT_VALUE,
-    Job,
     JobError,
-    of_settings,
 )
 from hypergrid.messages import shown
 
@@ -112,10 +109,6 @@ class Reader:
         self.settings: dict[str, Any] = dict(overrides)
         self.flags: dict[str, list[str]] = {reading: [] for reading in READINGS}
         self._flag_before = ""  # it takes no value
-
-    def finish(self) -> Job:
-        """The job that was read."""
-        return replace(of_settings(self.settings), flags=self.flags)
 
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""

@@ -37,18 +37,23 @@ _OUTER = "HG_STARTED_BY"  # variable: the words of srun or mpirun that started t
 _REAL = ("nohup", "exec", "timeout", "nice", "taskset", "setsid")
 _STAND_IN = "import sys; sys.path.insert(0, {root!r}); from compat.cli.run import main; main()"
 _STARTS_NOTHING = {"--help", "-h", "--version", "config", "env"}  # behind a launcher
-# They would submit, change or end jobs.
-_NOT_RUN = ("sbatch", "salloc", "scancel", "qsub", "bsub")
-_NAMED = """#!/bin/sh
+# What runs in place of commands of a cluster that start no job, by their names.
+_TEXTS = {
+    # They would submit, change or end jobs.
+    **dict.fromkeys(
+        ("sbatch", "salloc", "scancel", "qsub", "bsub"),
+        """#!/bin/sh
 echo "hypergrid: ${0##*/} is not run; a script that it would submit goes behind --run" >&2
-"""
-# What scripts ask of a cluster: hosts, and modules where these are no function.
-_SCONTROL = """#!/bin/sh
+""",
+    ),
+    # What scripts ask of a cluster: hosts, and modules where these are no function.
+    "scontrol": """#!/bin/sh
 [ "$2" = hostnames ] || { echo "hypergrid: scontrol $1 is not run" >&2; exit 1; }
 host=0
 while [ "$host" -lt "${SLURM_NNODES:-1}" ]; do echo "host$host"; host=$((host + 1)); done
-"""
-_MODULE = "#!/bin/sh\n"
+""",
+    "module": "#!/bin/sh\n",
+}
 # Bash reads this before a script: functions and subshells have the trap too.
 _START_UP = f"""set -o functrace
 trap 'case $PATH in "${_FOLDER}":*) ;; *) PATH=${_FOLDER}:$PATH ;; esac' DEBUG
@@ -61,9 +66,11 @@ _ELSEWHERE = {
 _CLEAN = {"-e", "--cleanenv", "-c", "--contain", "-C", "--containall"}  # flags of apptainer
 # Variables of each SLURM job that change no group, for scripts that end without them.
 _OF_EACH_JOB = {
-    **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), "1"),
-    **dict.fromkeys(OF_FIRST_TASK, "0"),
-    **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), "localhost"),
+    **OF_FIRST_TASK,
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOBID": "1",
+    "SLURM_JOB_NODELIST": "localhost",
+    "SLURM_NODELIST": "localhost",
 }
 _LAST_SECONDS = 2  # for processes that a script has left in the background
 
@@ -104,9 +111,7 @@ def launches(
 def _stand_ins(folder: Path) -> dict[str, str]:
     """Write the stand-ins into a folder; the variables with which bash finds them first."""
     code = _STAND_IN.format(root=str(Path(__file__).parents[2]))
-    texts = dict.fromkeys(_NOT_RUN, _NAMED)
-    texts["scontrol"] = _SCONTROL
-    texts["module"] = _MODULE
+    texts = dict(_TEXTS)
     # Another shell would not put the folder first again, and would lose functions.
     for shell in SHELLS:
         texts[shell] = f'#!{_BASH}\nexec {_BASH} "$@"\n'

@@ -19,8 +19,8 @@ from compat.planned.job import JobError
 LAUNCHERS = ("torchrun", "srun", "mpirun", "deepspeed", "accelerate", "ibrun")
 # Where the number of tasks is not told either.
 _DEFAULTS = {"torchrun": {"hosts": 1, "per_host": 1}, "srun": {"per_host": 1}}
-# Variables that are 0 for the first task of srun.
-OF_FIRST_TASK = ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID")
+# Variables of the first task of srun.
+OF_FIRST_TASK = {"SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 _NUMBER = re.compile(r"(?:gpu:)?(?:[a-z]{1,3}\d+\w*:)?(\d+)")  # 8, a100:8, gpu:8, gpu:h100:8
 
 
@@ -125,12 +125,12 @@ def _ranks_of(
 
 def variables_of_step(options: Sequence[Option], variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of the first task that srun starts."""
-    of_step = {**variables, **dict.fromkeys(OF_FIRST_TASK, "0")}
+    of_step = {**variables, **OF_FIRST_TASK}
     # Where its ranks are not decided, a launch that srun starts is refused by the same variables.
     with suppress(JobError):
         ranks = _ranks_of(Reader({}), "srun", options, variables)
-        of_step |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), str(ranks.hosts))
-        of_step |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), str(ranks.tasks))
+        of_step["SLURM_NNODES"] = of_step["SLURM_JOB_NUM_NODES"] = str(ranks.hosts)
+        of_step["SLURM_NTASKS"] = of_step["SLURM_NPROCS"] = str(ranks.tasks)
     return of_step
 
 

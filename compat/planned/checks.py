@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
 
 from compat.megatron import communicators
 from compat.megatron.rows import run_sizes
@@ -17,11 +16,10 @@ from compat.planned.orders import RankedOrder
 from hypergrid.messages import shown
 from hypergrid.topology import Topology
 
-Severity: TypeAlias = Literal["error", "warning", "note"]
-SEVERITIES = get_args(Severity)
+SEVERITIES = ("error", "warning", "note")
 
 # Kind of groups that should stay inside a host, and severity; and what it costs if they do not.
-_ACROSS: dict[tuple[str, Severity], str] = {
+_ACROSS = {
     ("tp", "error"): "Every layer waits for the network, forward and backward, several times.",
     ("expert tp", "error"): (
         "Every expert layer waits for the network, forward and backward, several times."
@@ -42,7 +40,7 @@ class Finding:
     """
 
     rule: str
-    severity: Severity
+    severity: str
     what: str
     cost: str  # what is expensive about it
     remedy: str
