@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from compat.cli.line import LONGEST
@@ -90,7 +90,7 @@ def options_of(
             values = [value]
         else:
             most_values = int(_MOST_VALUES.get(row.values, row.values))
-            values = list(takewhile(_is_value, rest[:most_values]))
+            values = list(takewhile(_is_value, islice(rest, most_values)))
             del rest[: len(values)]
         options.append(Option(flag, row, values))
     return options, rest
