@@ -260,11 +260,11 @@ def _variables_elsewhere(words: Sequence[str], variables: Mapping[str, str]) -> 
         if word.startswith("--env-file"):
             raise JobError(f"{word} is not read")
         for part in word.split(",") if is_apptainer else [word]:
-            assignment = re.fullmatch(r"(?:--env=|-e)?([A-Za-z_]\w*)(?:=(.*))?", part, re.S)
-            if assignment is not None and assignment[2] is not None:
-                visible[assignment[1]] = assignment[2]
-            elif part in variables:
-                visible[part] = variables[part]
+            name, equals, value = re.sub("^(--env=|-e=?)", "", part).partition("=")
+            if name and equals:
+                visible[name] = value
+            elif name in variables:
+                visible[name] = variables[name]
     return {**visible, **_ELSEWHERE, "PATH": variables[_FOLDER]}
 
 

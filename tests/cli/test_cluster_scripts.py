@@ -166,6 +166,7 @@ def test_a_script_that_sets_path_anew_hides_no_launch(tmp_path):
         'env -i PATH="$PATH" torchrun t.py --tp 2',
         "docker run --rm image bash -c 'touch really_started; torchrun t.py --tp 2'",
         "docker run image bash -c 'set -e; python prepare.py; torchrun t.py --tp 2'",
+        "docker run -e=TP=2 -eX=3 --ulimit a=-1 image bash -c 'torchrun t.py --tp $TP'",
         "ssh host 'touch really_started; torchrun t.py --tp 2'",
     ],
 )
