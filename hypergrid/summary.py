@@ -38,7 +38,7 @@ def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
     owner_of_groups: dict[object, str] = {}
     for row in plan.rows:
         arrays = plan.arrays(row)
-        touched = np.concatenate([hosts_touched(groups, topology) for groups in arrays])
+        touched = np.concatenate([topology.touched(groups) for groups in arrays])
         sizes = [groups.shape[1] for groups in arrays]
         owner = None
         if row.kind is not None:
@@ -109,15 +109,6 @@ def sizes_in_words(layout: RankLayout) -> str:
         return "one rank"
     sizes = " ".join(f"{dim}={trimmed.size_of(dim)}" for dim in trimmed.dims)
     return f"{sizes}, order {trimmed.order}"
-
-
-def hosts_touched(groups: np.ndarray, topology: Topology) -> np.ndarray:
-    """How many hosts each of ``groups``, of shape (groups, size), touches."""
-    # A group on the hosts 0, 3, 3, 5 changes the host twice: it touches three.
-    hosts = np.sort(topology.numbers[groups], axis=1)
-    changes = hosts[:, 1:] != hosts[:, :-1]
-    touched: np.ndarray = changes.sum(axis=1) + 1
-    return touched
 
 
 def kinds_of_ranks(plan: GroupPlan) -> list[int]:

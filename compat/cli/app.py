@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,10 +18,14 @@ from compat.cli.launch import taken_apart
 from compat.cli.source import PlannedJob, read, started
 from compat.planned.checks import SEVERITIES, expensive, refusals, silent_losses
 from compat.planned.job import JobError
-from compat.planned.layouts import LEVELS, SHARDS, has_experts, refuse_unknown_dims, shards_of
+from compat.planned.layouts import LEVELS, known, refuse_unknown_dims, shards_of
 from compat.planned.orders import dp_across, ranked_orders
 from hypergrid.messages import few, printable
+from hypergrid.plan import GroupPlan
 from hypergrid.show.diff import difference
+from hypergrid.show.page import page
+from hypergrid.show.picture import picture
+from hypergrid.show.terminal import table
 
 __all__ = ["app"]
 _MOST_ORDERS = 10  # that are printed; --json has all
@@ -63,47 +68,50 @@ def show(
     The layout is that of dense layers, or with --by the first one in which this dim is larger than
     1: --by ep shows that of experts.
     """
-    shown = "decoder"
-    if by is not None:
-        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
-        layouts = subject.layouts.items()
-        larger = [name for name, layout in layouts if layout.size_of(by) > 1]
-        shown = (*larger, shown)[0]
-    offered = [name for name in (*SHARDS, LEVELS) if name in subject.layouts]
-    if not has_experts(subject.layouts):
-        offered = [name for name in offered if name != "expert"]
+    names = _names_shown(subject, by)
+    plan = replace(subject.plan, layouts=subject.layouts)
     pictures = [path for path in (png, svg) if path is not None]
     for path in pictures:
-        _write_picture(subject, path, offered if by is None else [shown], by)
+        drawn = names if by is None else names[:1]
+        with prints.working(f"Drawing {path}"):
+            picture(plan, subject.hosts, path, layouts=drawn, by=by, domains=subject.domains)
     if html is not None:
-        _write_page(subject, html, shown, offered, by)
+        _write_page(subject, plan, html, names, by)
     if html is None and not pictures:
-        _print_table(subject, shown, by, hosts)
+        _print_table(subject, names[0], by, hosts)
     for written in (*pictures, html):
         if written not in (None, "-"):
             # Behind a page on standard output nothing may follow.
             click.echo(printable(f"wrote {written}"), err=html == "-")
 
 
-def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | None) -> None:
-    from hypergrid.show.terminal import table
+def _names_shown(subject: PlannedJob, by: str | None) -> list[str]:
+    """The layouts that users know, and before them the one that is shown first."""
+    layouts = subject.layouts
+    first = "decoder"
+    if by is not None:
+        # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
+        first = next((name for name in layouts if layouts[name].size_of(by) > 1), first)
+    names = [first, *known(layouts)]
+    if LEVELS in layouts:
+        names.append(LEVELS)
+    return list(dict.fromkeys(names))  # each once
 
+
+def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | None) -> None:
     layout = subject.layouts[name]
     # Without dims of one rank; a job of one rank has no others.
     long_dims = layout.trimmed.dims or layout.dims[:1]
     if by is None:
         by = "tp" if "tp" in long_dims else long_dims[0]
+    only = None
+    if hosts is not None:
+        only = _numbers(hosts)
     # All lines first, so that an error comes before any output.
     with prints.working("Laying out the table"):
+        width = prints.console().width
         lines = list(
-            table(
-                layout,
-                subject.ranks_per_host,
-                by,
-                only=_numbers(hosts),
-                width=prints.console().width,
-                within=subject.within,
-            )
+            table(layout, subject.hosts, by, only=only, width=width, domains=subject.domains)
         )
     out = prints.head(subject)
     for line in lines:
@@ -111,30 +119,14 @@ def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | No
     out.print(f"Ranks of one colour are one group over {by}; the last line numbers the groups.")
 
 
-def _write_picture(subject: PlannedJob, path: Path, names: list[str], by: str | None) -> None:
-    """Draw these layouts."""
-    from hypergrid.show.picture import picture
-
-    plan = replace(subject.plan, layouts=subject.layouts)
-    with prints.working(f"Drawing {path}"):
-        picture(plan, subject.ranks_per_host, path, layouts=names, by=by, within=subject.within)
-
-
 def _write_page(
-    subject: PlannedJob, path: str, first: str, offered: Sequence[str], by: str | None
+    subject: PlannedJob, plan: GroupPlan, path: str, names: Sequence[str], by: str | None
 ) -> None:
-    """Write the page of all layouts, which opens on the ``first``; ``-`` prints it."""
-    from hypergrid.show.page import page
-
+    """Write the page of these layouts of the plan; ``-`` prints it."""
     if by is not None:
-        subject.layouts[first].dim_size(by)  # refuses a dim that is not there
-    if "decoder" not in subject.plan.layouts:
-        offered = list(subject.plan.layouts)
-    names = [first, *(name for name in offered if name != first)]
+        plan.layouts[names[0]].dim_size(by)  # refuses a dim that is not there
     with prints.working(f"Writing {path}"):
-        text = page(
-            subject.plan, subject.ranks_per_host, offered=names, within=subject.within, by=by
-        )
+        text = page(plan, subject.hosts, offered=names, domains=subject.domains, by=by)
     if path == "-":
         click.echo(text.encode(), nl=False)
     else:
@@ -159,12 +151,9 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     place = "NVLink domain" if subject.domains else "host"
     with prints.working("Ranking all orders"):
         ranking = ranked_orders(subject.order, subject.layouts, places)
-    requested = next(ranked for ranked in ranking if ranked.order == subject.order)
-    better = []
-    for ranked in ranking:
-        if ranked is not requested and ranked.numbers <= requested.numbers:
-            better.append(ranked)
-    all_findings = list(expensive(subject.layouts, place, places, better))
+    position = [ranked.order for ranked in ranking].index(subject.order)
+    requested = ranking[position]
+    all_findings = list(expensive(subject.layouts, place, places, ranking[:position]))
     if subject.job is not None:
         all_findings = [*refusals(subject.job), *silent_losses(subject.job), *all_findings]
     all_findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
@@ -172,11 +161,9 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     standing = [finding for finding in all_findings if finding.rule not in allow]
     status = int(any(finding.severity != "note" for finding in standing))
     if as_json:
-        data: dict[str, Any] = {}
-        data["findings"] = [asdict(finding) for finding in standing]
-        data["allowed"] = [asdict(finding) for finding in allowed]
+        data: dict[str, Any] = {"findings": standing, "allowed": allowed}
         if suggest:
-            data["orders"] = [asdict(ranked) for ranked in ranking]
+            data["orders"] = ranking
         prints.as_json(data)
         return status
     out = prints.head(subject, all_findings)
@@ -203,7 +190,8 @@ def diff(before: str, after: str, as_json: bool) -> int:
     """
     planned = read(before)
     changed = read(after)
-    compared = difference(planned.plan, changed.plan, shards_of(planned.plan, changed.plan))
+    shards = shards_of(planned.plan.layouts, changed.plan.layouts)
+    compared = difference(planned.plan, changed.plan, shards)
     if as_json:
         prints.as_json(asdict(compared))
     else:
@@ -232,10 +220,9 @@ def diagnose(directory: Path, ask: bool, html: Path | None, as_json: bool) -> in
     silent_ranks = asking.ask(directory) if ask else []
     with prints.progress("Reading") as progress:
         recordings = reading.read(directory, os.cpu_count() or 1, progress)
-    for rank in list(silent_ranks):
-        # Of a rank whose script has ended, nobody expects an answer.
-        if rank in recordings.ranks and recordings.ranks[rank].ended:
-            silent_ranks.remove(rank)
+    # Of a rank whose script has ended, nobody expects an answer.
+    ended_ranks = {rank for rank, recording in recordings.ranks.items() if recording.ended}
+    silent_ranks = [rank for rank in silent_ranks if rank not in ended_ranks]
     if silent_ranks:
         recordings.problems.append(
             f"these ranks were asked and did not write: {few(silent_ranks)}."
@@ -252,7 +239,6 @@ def diagnose(directory: Path, ask: bool, html: Path | None, as_json: bool) -> in
         prints.diagnosis(result)
     if html is not None:
         from hypergrid.show.job import hosts_of, page_data, plan_of
-        from hypergrid.show.page import page
 
         drawn = plan_of(recordings)
         title = f"{directory.name}: {result.kind}"
@@ -377,12 +363,10 @@ def doctor() -> int:
     return status
 
 
-def _numbers(text: str | None) -> range | None:
+def _numbers(text: str) -> range:
     """The hosts of ``--hosts``: 4-6 are 4, 5 and 6."""
-    if text is None:
-        return None
-    first, _, last = text.partition("-")
-    last = last or first
-    if not first.isdecimal() or not last.isdecimal():
+    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if numbers is None:
         raise JobError(f"--hosts {text} is neither a number nor a span such as 4-11.")
-    return range(int(first), int(last) + 1)
+    first, last = numbers.groups()
+    return range(int(first), int(last or first) + 1)

@@ -28,10 +28,8 @@ def ask(directory: Path, seconds: float = 20) -> list[int]:
     replace(directory / _REQUEST, b"")
     end = time.monotonic() + seconds
     while True:
-        silent_ranks = []
-        for rank, before in written_before.items():
-            if _written_time(directory, rank) == before:
-                silent_ranks.append(rank)
+        written_now = {rank: _written_time(directory, rank) for rank in written_before}
+        silent_ranks = [rank for rank in written_now if written_now[rank] == written_before[rank]]
         if not silent_ranks or time.monotonic() > end:
             return sorted(silent_ranks)
         time.sleep(0.1)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,9 +28,10 @@ _LAUNCH = (
     click.argument("words", nargs=-1, metavar="[--] [COMMAND...]"),
     click.option("--run", is_flag=True, help="COMMAND is a script: bash runs it, no launcher."),
     click.option("--timeout", type=float, help="Seconds that the script may run; 60."),
-    click.option("--chdir", metavar="DIR", help="Where the script runs; in its own folder."),
+    click.option(
+        "--chdir", type=Path, metavar="DIR", help="Where the script runs; in its own folder."
+    ),
     click.option("--from-args", metavar="LINE", help="A pasted command, in which nothing expands."),
-    click.option("--prefix", metavar="model.", help="Of the overrides that hold the job's sizes."),
 )
 # Flags of a layout: the type of the value, how it is shown, and help.
 _LAYOUT: tuple[tuple[str, Any, str | None, str], ...] = (

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
-from compat.cli.line import ASSIGNMENT, Command
+from compat.cli.line import Command
 from compat.cli.reader import OF_SCRIPT, RANKS_BESIDE, Option, Reader, options_of
-from compat.cli.world import LAUNCHERS, read_programs
+from compat.cli.world import options_of_variables, read_programs
 from compat.planned.flags import Flag, flags_of
-from compat.planned.job import SIZES, Job, JobError, settings_of
+from compat.planned.job import Job, JobError, of_settings, settings_of
 
 SHELLS = ("bash", "sh")
+# By program how many words it takes before another program.
 _PROGRAMS = flags_of("programs")
+_NOT_READ = (*SHELLS, "env", "which")  # what they start is for --run
+_OF_RANKS = ("world-size", "gpus-per-node", "nvlink-domain")  # flags
 
 
 @dataclass
@@ -26,15 +30,9 @@ class Launch:
     """A command, taken apart: programs that start each other, the last of them a script."""
 
     programs: list[tuple[str, list[Option]]] = field(default_factory=list)
-    variables: dict[str, str] = field(default_factory=dict)  # that env sets
     script: str | None = None  # "": the line has only flags
     words: Sequence[str] = ()  # of the script
     unknown: str = ""  # a program that is not known
-
-    @property
-    def has_launcher(self) -> bool:
-        """Whether a program starts the script on a number of ranks."""
-        return any(name in LAUNCHERS for name, _ in self.programs)
 
 
 def taken_apart(words: Sequence[str]) -> Launch:
@@ -50,12 +48,12 @@ def taken_apart(words: Sequence[str]) -> Launch:
         elif word.endswith(".py"):
             launch.script = word
             launch.words = rest[1:]
-        elif program_of(word) is None:
+        elif word.rpartition("/")[2] not in _PROGRAMS:
             launch.unknown = word
             break
         else:
             rest = behind(launch, rest)
-    if ":" in words and launch.has_launcher:
+    if ":" in words and launch.programs:
         raise JobError(
             "the command has another part of the job behind a colon. Give the sizes instead of "
             "the command: --world-size 64 --tp 4."
@@ -67,11 +65,6 @@ def taken_apart(words: Sequence[str]) -> Launch:
     return launch
 
 
-def program_of(word: str) -> Flag | None:
-    """The row of a program; its values are the words that it takes before another program."""
-    return _PROGRAMS.get(word.rpartition("/")[2])
-
-
 def behind(launch: Launch, words: Sequence[str]) -> list[str]:
     """The words behind those of the first program; none behind the script that it starts."""
     program = _PROGRAMS[words[0].rpartition("/")[2]]
@@ -81,14 +74,11 @@ def behind(launch: Launch, words: Sequence[str]) -> list[str]:
         return _in_container(words)
     table = flags_of(name)
     options, rest = options_of(words[1:], table, name)
-    while program.kind == "env" and rest and (assignment := ASSIGNMENT.fullmatch(rest[0])):
-        launch.variables[assignment[1]] = assignment[2]
-        del rest[0]
     more_options, rest = options_of(rest[int(program.values) :], table, name)
     launch.programs.append((name, options + more_options))
     meanings = {option.row.meaning for option in options}
     # python -c CODE starts no script.
-    if "code" in meanings or program.kind == "nothing":
+    if "code" in meanings:
         return []
     # torchrun train.py, python -m training; torchrun --no-python hypergrid-launch train.py
     is_script = program.kind == "script" and "program" not in meanings
@@ -106,24 +96,22 @@ def _in_container(words: Sequence[str]) -> list[str]:
     It begins with the first word that names a known program or a script and is no flag's value.
     Variables of launchers that the container is given are refused.
     """
-    for place in range(2, len(words)):
-        before = words[place - 1]
-        word = words[place]
-        may_be_value = before.startswith("-") and "=" not in before
-        is_shell = word.rpartition("/")[2] in SHELLS
-        is_command = is_shell or program_of(word) is not None or word.endswith(".py")
+    for place, (before, word) in enumerate(pairwise(words[1:]), 2):
         if re.search(r"\b(PET|HYPERGRID)_", word) is not None:
             raise JobError(f"{before} {word} is not read. {RANKS_BESIDE}")
+        name = word.rpartition("/")[2]
+        is_command = name in _NOT_READ or name in _PROGRAMS or name.endswith(".py")
+        may_be_value = before.startswith("-") and "=" not in before
         if is_command and not may_be_value:
             return list(words[place:])
     return []
 
 
-def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
+def job_of(command: Command, **flags: Any) -> Job:
     """The job that a command starts: with its launchers' flags, and Megatron's.
 
-    ``prefix`` chooses between overrides: of ``model.`` and ``teacher.``. ``flags`` win over the
-    command's, and are named with ``_`` for ``-``: ``tp=4``. JobError if the words do not decide it.
+    ``flags`` win over the command's, and are named with ``_`` for ``-``: ``tp=4``. JobError if the
+    words do not decide it.
     """
     launch = taken_apart(command.words)
     if launch.unknown:
@@ -136,19 +124,14 @@ def job_of(command: Command, prefix: str | None = None, **flags: Any) -> Job:
             "the command starts no Python program. Give the one with torchrun or srun, or a script "
             "of bash behind --run."
         )
-    variables = {**command.variables, **launch.variables}
-    reader = Reader(settings_of(flags), prefix)
-    if "HYPERGRID_TIMEOUT" in variables:
-        reader.settings["one_timeout"] = variables["HYPERGRID_TIMEOUT"]
-    if "HYPERGRID_ORDER" in variables:
-        order = Option("HYPERGRID_ORDER", SIZES["order"], [variables["HYPERGRID_ORDER"]])
-        reader.read(order, reader.settings)
-    read_programs(reader, launch.programs, variables)
-    table = dict(OF_SCRIPT)
-    if launch.has_launcher:
-        # Of the script's own flags none says how many ranks its launcher starts.
-        for name in ("world-size", "gpus-per-node", "nvlink-domain"):
-            table[name] = Flag("1")
+    reader = Reader(settings_of(flags))
+    for option in options_of_variables("ours", command.variables):
+        reader.read(option, reader.settings)
+    read_programs(reader, launch.programs, command.variables)
+    table = OF_SCRIPT
+    if launch.script:
+        # Of a script's own flags none says on how many ranks it runs.
+        table = {**OF_SCRIPT, **dict.fromkeys(_OF_RANKS, Flag("1"))}
     for option in options_of(launch.words, table)[0]:
         reader.read(option, reader.settings)
-    return reader.finish()
+    return replace(of_settings(reader.settings), flags=reader.flags)

@@ -15,14 +15,18 @@ from compat.planned.job import JobError
 from hypergrid.messages import shown
 
 LONGEST = 1 << 17  # characters of a line
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
-_ASSIGNS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-# A word as it is written, of a line in which every quote is closed.
-_WRITTEN_WORD = re.compile(r"""(?:[^\\'" \t\n]|\\[\s\S]|'[^']*'|"(?:[^\\"]|\\[\s\S])*")+""")
+# NAME=value in front, as it is written: a quoted name, 'A'=1, is a command of that name. Of a line
+# in which every quote is closed.
+_ASSIGNMENTS = re.compile(
+    r"""\A ( [ \t\n]* [A-Za-z_][A-Za-z0-9_]* =
+      ( [^\\'" \t\n] | \\[\s\S] | '[^']*' | "([^\\"]|\\[\s\S])*" )*
+    )*""",
+    re.X,
+)
 # Words that every POSIX shell and Python's shlex split alike, and leave as they are.
 _DECIDED = re.compile(
     r"""( (?! (?<![^ \t\n]) [A-Za-z_]\w* \+= )  # A+=1 appends to what only the shell knows
-      [^\\'"$`*?[~{;|&<>()#\n]  # also blanks
+      [^\\'"$`*?[~{;|&<>()#\r\n]  # also blanks
     | \\[\s\S]  # any character, and the end of a line
     | '[^'\n]*'
     | "([^"\\$`\n] | \\[^$`])*"
@@ -46,8 +50,6 @@ def command_of(line: str) -> Command:
     """
     if len(line) > LONGEST:
         raise JobError(f"the launch line is longer than {LONGEST:,} characters.")
-    if "\r" in line:
-        raise JobError("the launch line has carriage returns: give it lines that end as on Linux.")
     line = line.strip(" \t\n")
     decided = _DECIDED.match(line)
     assert decided is not None  # it may be empty
@@ -65,10 +67,6 @@ def command_of(line: str) -> Command:
         )
     joined = line.replace("\\\n", "")
     words = shlex.split(joined)
-    # A quoted name, 'A'=1, is a command of that name: only the words as written tell.
-    written = _WRITTEN_WORD.findall(joined)
-    first = 0
-    while first < len(words) and _ASSIGNS.match(written[first]):
-        first += 1
-    variables = dict(word.split("=", 1) for word in words[:first])
-    return Command(words[first:], variables)
+    command = shlex.split(_ASSIGNMENTS.sub("", joined))
+    assignments = words[: len(words) - len(command)]
+    return Command(command, dict(word.split("=", 1) for word in assignments))

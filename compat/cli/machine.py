@@ -96,12 +96,9 @@ def _creation() -> str:
     from hypergrid.groups.creation import abilities
     from hypergrid.of_torch import fake_store
 
-    is_alone = not dist.is_initialized()
-    if is_alone:
-        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=1)
     obstacle = abilities().obstacle
-    if is_alone:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     if obstacle:
         return f"everyone: {obstacle}"
     return (

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, astuple
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.progress import Progress
 from rich.segment import Segment
@@ -22,7 +22,7 @@ from compat.audit.recordings import Audit
 from compat.cli.source import PlannedJob
 from compat.planned.checks import Finding
 from compat.planned.job import WITHOUT_EFFECT
-from compat.planned.layouts import SHARDS, has_experts
+from compat.planned.layouts import has_experts, known
 from compat.planned.orders import RankedOrder
 from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.messages import few, one_line, printable
@@ -44,27 +44,23 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 def as_data(subject: PlannedJob) -> dict[str, Any]:
     """The data that ``plan --json`` prints; ``source.saved`` reads it back."""
-    data: dict[str, Any] = json.loads(subject.plan.to_json())
-    data["ranks_per_host"] = subject.ranks_per_host
-    if subject.nvlink_domain:
-        data["nvlink_domain"] = subject.nvlink_domain
-    if subject.release:
+    return {
+        **json.loads(subject.plan.to_json()),
+        "ranks_per_host": subject.ranks_per_host,
+        "nvlink_domain": subject.nvlink_domain,
         # "0.19.2 (newest)": where the release comes from is no part of the plan.
-        data["megatron"] = subject.release.partition(" ")[0]
-    counts = communicators(subject.plan)
-    data["groups"] = [asdict(summary) for summary in summaries(subject.plan, subject.hosts)]
-    data["communicators_of_a_rank"] = counts
-    data["communicators_of_one_rank"] = communicators(subject.plan, of_one_rank=True)
-    return data
+        "megatron": subject.release.partition(" ")[0],
+        "groups": list(summaries(subject.plan, subject.hosts)),
+        "communicators_of_a_rank": communicators(subject.plan),
+        "communicators_of_one_rank": communicators(subject.plan, of_one_rank=True),
+    }
 
 
 def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
     """The data that ``plan --rank N --json`` prints."""
     hosts = subject.hosts
-    coordinates = {}
-    for name, layout in subject.plan.layouts.items():
-        if rank in layout:
-            coordinates[name] = layout.coordinate(rank)
+    layouts = subject.plan.layouts.items()
+    coordinates = {name: layout.coordinate(rank) for name, layout in layouts if rank in layout}
     groups = []
     for row, ranks in subject.plan.groups_of(rank):
         groups.append(
@@ -106,7 +102,8 @@ def head(subject: PlannedJob, printed_below: Sequence[Finding] = ()) -> Console:
             if reading == WITHOUT_EFFECT:
                 flags = [flag for flag in flags if flag not in refused_flags]
             if flags:
-                out.print(one_line(f"{reading}: {', '.join(flags)}"), style="dim")
+                listed = ", ".join(flags)
+                out.print(one_line(f"{reading}: {listed}"), style="dim")
     for sentence in subject.assumed:
         out.print(f"assumed: {sentence}", style="dim")
     out.print()
@@ -115,7 +112,8 @@ def head(subject: PlannedJob, printed_below: Sequence[Finding] = ()) -> Console:
 
 def _counted(count: int, noun: str) -> str:
     """``1 host``, ``2 hosts``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    plural = "" if count == 1 else "s"
+    return f"{count} {noun}{plural}"
 
 
 def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
@@ -146,8 +144,10 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
     alone = communicators(subject.plan, of_one_rank=True)
     shares = []
     for share, count in counts.items():
-        shares.append(f"{span(count)} with share={share}, {span(alone[share])} of one rank")
-    out.print(f"Each rank is in {span(counts['none'])} groups. Communicators: {'; '.join(shares)}.")
+        of_one_rank = span(alone[share])
+        shares.append(f"{span(count)} with share={share}, {of_one_rank} of one rank")
+    groups_of_a_rank = span(counts["none"])
+    out.print(f"Each rank is in {groups_of_a_rank} groups. Communicators: {'; '.join(shares)}.")
     out.print(
         "gloo connects them at the start; NCCL on first use, or at the start with torch 2.15, with "
         "connect=eager, or where the default group is bound to a device."
@@ -157,17 +157,20 @@ def groups(out: Console, subject: PlannedJob, with_all: bool) -> None:
 def rank_and_groups(out: Console, subject: PlannedJob, data: Mapping[str, Any]) -> None:
     """One rank's coordinates and all its groups: the ``data`` of ``of_rank``."""
     rank = data["rank"]
-    for name in SHARDS:
-        if name in data["coordinates"]:
-            coordinate = subject.plan.layouts[name].trimmed.coordinate(rank)
+    host = data["host"]
+    for name, layout in known(subject.layouts).items():
+        if rank in layout:
+            coordinate = layout.trimmed.coordinate(rank)
             numbers = [f"{dim}={number}" for dim, number in coordinate.items()]
-            out.print(f"rank {rank} on {data['host']}, {name}: {', '.join(numbers) or 'alone'}")
+            place = ", ".join(numbers) or "alone"
+            out.print(f"rank {rank} on {host}, {name}: {place}")
     rows = []
     for group in data["groups"]:
         ranks = group["ranks"]
         hosts = len(group["hosts"])
         dims = dims_in_words(group["dims"], size=len(ranks))
-        label = Text(group["label"]).append(f"\n  {few(ranks)}", style="dim")
+        label = Text(group["label"])
+        label.append(f"\n  {few(ranks)}", style="dim")
         rows.append((dims, len(ranks), red(hosts, hosts > 1), label))
     table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
 
@@ -181,9 +184,9 @@ def findings(
     """Each finding: the fact, its cost and what to do; then what ``--allow`` names by ``rules``."""
     for finding in standing:
         out.print(f"{finding.severity}: {finding.rule}", style=_COLOURS[finding.severity])
-        remedy = Text(f"-> {finding.remedy}", style="bold")
-        for line in (Text(finding.what), Text(finding.cost), remedy):
-            out.print(_indented(line))
+        out.print(_indented(finding.what))
+        out.print(_indented(finding.cost))
+        out.print(_indented(f"-> {finding.remedy}"), style="bold")
         out.print()
     if not standing:
         out.print("No findings that are not allowed.\n" if allowed else "No findings.\n")
@@ -204,7 +207,8 @@ def orders(
     rows = [("", *ranked.numbers, ranked.order) for ranked in best]
     rows.append(("yours", *requested.numbers, requested.order))
     out.print(f"How many {places} a group touches at most, the best order first:")
-    table(out, ("", *(f">{kind}" for kind in requested.hosts), "order"), rows)
+    kinds = [f">{kind}" for kind in requested.hosts]
+    table(out, ("", *kinds, "order"), rows)
     if best[0].numbers == requested.numbers:
         out.print(f"\nNo order of {count} is better than yours.")
     else:
@@ -244,15 +248,18 @@ def difference(out: Console, compared: Difference) -> None:
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, if that is a terminal: a function of what is done and of all."""
     # No thread may draw it: files are read by forked processes.
-    errors = Console(stderr=True)
-    hidden = not sys.stderr.isatty()
-    with Progress(console=errors, auto_refresh=False, transient=True, disable=hidden) as bar:
+    bar = Progress(
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
         task = bar.add_task(title)
 
         def update(done: int, total: int) -> None:
             # A line for each of 100,000 files would take longer than reading them.
-            refresh = done % 100 == 0
-            bar.update(task, completed=done, total=total, refresh=refresh)
+            bar.update(task, completed=done, total=total, refresh=done % 100 == 0)
 
         yield update
 
@@ -268,14 +275,14 @@ def working(title: str) -> AbstractContextManager[object]:
 def diagnosis(result: Diagnosis) -> None:
     """The verdict in five lines at most, then what could not be read."""
     out = console()
-    out.print(Text(result.sentence, style="bold"))
+    out.print(result.sentence, style="bold")
     for line in result.chain:
-        out.print(_indented(Text(line)))
+        out.print(_indented(line))
     if not result.problems:
         return
     out.print("\nNot used:")
     for problem in result.problems[:_MOST_LINES]:
-        out.print(_indented(Text(problem)))
+        out.print(_indented(problem))
     if len(result.problems) > _MOST_LINES:
         out.print(f"  and {len(result.problems) - _MOST_LINES} more")
 
@@ -289,12 +296,18 @@ def audit(recordings: Audit) -> None:
         out.print(f"  {reads}; {problem.example}\n", style="dim")
     rows = []
     for file in recordings.files():
-        names = [f"{name} {count:,}" for name, count in file.names.most_common()]
-        rows.append((file.file, f"{file.reads:,}", f"{file.sites:,}", few(names)))
+        counts = file.names.most_common()
+        names = [f"{name} {count:,}" for name, count in counts]
+        reads = f"{file.reads:,}"
+        sites = f"{file.sites:,}"
+        rows.append((file.file, reads, sites, few(names)))
     table(out, ("file", ">reads", ">sites", "of"), rows)
+    site_count = len(recordings.sites)
+    rank_count = len(recordings.ranks)
+    releases = " and ".join(recordings.releases)
     out.print(
-        f"{recordings.reads:,} reads by {len(recordings.sites)} sites, on {len(recordings.ranks)} "
-        f"ranks, megatron-core {' and '.join(recordings.releases)}."
+        f"{recordings.reads:,} reads by {site_count} sites, on {rank_count} ranks, megatron-core "
+        f"{releases}."
     )
     for sentence in recordings.unread:
         out.print(f"Not read: {sentence}", style="yellow", soft_wrap=True)
@@ -307,19 +320,18 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
     there is no heading.
     """
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for column in columns:
-        is_number = column.startswith(">")
-        align: JustifyMethod = "right" if is_number else "left"
-        grid.add_column(column.lstrip(">"), justify=align, overflow="fold")
-        grid.columns[-1].min_width = 1 if is_number else None
-    for row in rows:
-        cells = list(map(_cell, row))
-        for column_of_cell, cell in zip(grid.columns, cells, strict=True):
-            cell.truncate(_LONGEST, overflow="ellipsis")
-            if column_of_cell.min_width is not None:
-                column_of_cell.min_width = max(column_of_cell.min_width, cell.cell_len)
-        grid.add_row(*cells)
-    if grid.rows:
+    rows_of_cells = [list(map(_cell, row)) for row in rows]
+    columns_of_cells = zip(*rows_of_cells, strict=True)
+    for column, cells in zip(columns, columns_of_cells, strict=False):
+        title = column.lstrip(">")
+        if title == column:
+            grid.add_column(title, overflow="fold")
+        else:
+            widest = max(cell.cell_len for cell in cells)
+            grid.add_column(title, overflow="fold", justify="right", min_width=widest)
+    for row_of_cells in rows_of_cells:
+        grid.add_row(*row_of_cells)
+    if rows_of_cells:
         out.print(grid)
 
 
@@ -327,10 +339,12 @@ def _cell(value: object) -> Text:
     """The text of a cell; a pair is a number before and after."""
     if isinstance(value, tuple):
         value = span(value, " -> ")
-    return value if isinstance(value, Text) else Text(str(value))
+    text = value if isinstance(value, Text) else Text(str(value))
+    text.truncate(_LONGEST, overflow="ellipsis")
+    return text
 
 
-def _indented(line: Text) -> Padding:
+def _indented(line: str) -> Padding:
     return Padding(line, (0, 0, 0, 2), expand=False)
 
 
@@ -345,9 +359,9 @@ def red(text: object, is_red: bool) -> Text:
 
 
 def as_json(data: Mapping[str, Any]) -> None:
-    """To standard output."""
+    """To standard output; dataclasses by their fields."""
     try:
-        print(json.dumps({"schema": _SCHEMA, **data}, indent=1), flush=True)
+        print(json.dumps({"schema": _SCHEMA, **data}, indent=1, default=asdict), flush=True)
     except BrokenPipeError:
         drop_output()
 

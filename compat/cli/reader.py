@@ -7,35 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from compat.cli.line import LONGEST
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import (
     NOT_READ,
-    PARALLEL,
     SIZES,
     STRAY,
     USED,
     WITHOUT_EFFECT,
     WITHOUT_VALUE,
-    Job,
     JobError,
-    of_settings,
 )
 from hypergrid.messages import shown
 
 OF_SCRIPT = {**flags_of("megatron"), **SIZES}
 READINGS = (USED, WITHOUT_EFFECT, NOT_READ, STRAY, WITHOUT_VALUE)
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
-# argparse and click take both forms, SLURM and MPI only their own.
-_TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
-# Overrides of Bridge and NeMo: model.tensor_model_parallel_size=4.
-_OVERRIDE = re.compile(r"[+~]*((?:\w+\.)*)(\w+)=(.*)", re.S)
-_OF_OVERRIDES = "sizes that no override names are Megatron's defaults; the program's may differ"
-_HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|{'|'.join(PARALLEL)}")
 _DIM = "(tp|pp|cp|ep|dp|etp|vp)p?"
 # --tp_size, --epParallel; --size-of-pp
 _SIZE_OF_DIM = (
@@ -51,6 +42,10 @@ RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
 _SHORTEST = 6  # letters
 _LONG_SIZES = [name for name in SIZES if len(name) >= _SHORTEST]
 _ALIKE = 0.9  # of 1: two edits of a name of 26 letters
+_GROUPING = [name.replace("-", "_") for name, row in SIZES.items() if row.kind != "model"]
+# Files of sizes, and overrides of Bridge, NeMo and verl, whose other sizes are in the program:
+# model.tensor_model_parallel_size=4, tp=4, model={tp: 4}
+_HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|\b({'|'.join(_GROUPING)})['\"]?\s*[=:]")
 
 _UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
 
@@ -72,9 +67,9 @@ def options_of(
     """The options of a program, and the words behind them; of a script, "", all words."""
     options = []
     rest = list(words)
-    while rest and (_is_flag(rest[0]) or not program):
+    while rest and not (program and _is_value(rest[0])):
         word = rest.pop(0)
-        if not _is_flag(word):
+        if _is_value(word):
             options.append(Option("", _UNLISTED, [word]))
             continue
         if program and word == "--":
@@ -82,8 +77,8 @@ def options_of(
         text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word)  # -N16 is -N=16
         flag, equals, value = text.partition("=")
         name = flag.lstrip("-")
-        if program in _TAKES_UNDERSCORES:
-            name = name.replace("_", "-")
+        if program:
+            name = name.replace("_", "-")  # as argparse and click do
         row = table.get(name, _UNLISTED)
         # How many words such a flag takes is open, and so where the script begins.
         if row is _UNLISTED and program:
@@ -91,52 +86,29 @@ def options_of(
                 f"{flag} of {program} is not known. Leave it out, or give the sizes instead of the "
                 f"command: --world-size 64 --tp 4."
             )
-        values = []
         if equals:
-            values.append(value)
-        most_values = int(_MOST_VALUES.get(row.values, row.values))
-        while not equals and rest and len(values) < most_values and not _is_flag(rest[0]):
-            values.append(rest.pop(0))
+            values = [value]
+        else:
+            most_values = int(_MOST_VALUES.get(row.values, row.values))
+            values = list(takewhile(_is_value, islice(rest, most_values)))
+            del rest[: len(values)]
         options.append(Option(flag, row, values))
     return options, rest
 
 
-def _is_flag(word: str) -> bool:
-    return re.match(r"-(?![\d.]|$)", word) is not None
+def _is_value(word: str) -> bool:
+    """Whether a word is no flag: -1, - and words without a dash."""
+    return re.match(r"-(?![\d.]|$)", word) is None
 
 
 class Reader:
-    """Reads the settings of a job.
+    """Reads the settings of a job. ``overrides`` are settings that win over the command's."""
 
-    ``overrides`` are settings that win over those of the command. ``prefix`` is that of the
-    overrides of Bridge, NeMo or verl which hold the sizes of the job, such as ``model.``.
-    """
-
-    def __init__(self, overrides: Mapping[str, Any], prefix: str | None = None) -> None:
+    def __init__(self, overrides: Mapping[str, Any]) -> None:
         self.overrides = overrides
-        self.prefix = prefix
         self.settings: dict[str, Any] = dict(overrides)
         self.flags: dict[str, list[str]] = {reading: [] for reading in READINGS}
         self._flag_before = ""  # it takes no value
-        self._first_override: dict[str, str] = {}  # that holds a size, of each prefix
-
-    def finish(self) -> Job:
-        """The job that was read. Sizes of several models are refused: only one can be the job."""
-        prefixes = list(self._first_override)
-        if self.prefix is None and len(prefixes) > 1:
-            overrides = " and ".join(self._first_override.values())
-            raise JobError(
-                f"{overrides} are sizes of different models. Choose one, such as --prefix "
-                f"{prefixes[0]}"
-            )
-        if self.prefix is not None and prefixes and self.prefix not in prefixes:
-            raise JobError(
-                f"no override begins with {self.prefix}: sizes are those of "
-                f"{' and '.join(prefixes)}. Choose one of these by --prefix."
-            )
-        job = of_settings(self.settings)
-        assumed = (_OF_OVERRIDES, *job.assumed) if prefixes else job.assumed
-        return replace(job, assumed=assumed, flags=self.flags)
 
     def read(self, option: Option, settings: dict[str, Any]) -> None:
         """Read one option into the settings of the job, or of a launcher."""
@@ -146,90 +118,68 @@ class Reader:
             self._flag_before = ""
             return
         self._flag_before = flag if row.values == "0" else ""
-        # It says what a program starts, which is no setting.
-        if row.kind == "starts":
-            return
-        # The flags of the command win over those of the line.
-        if settings is self.settings and row.meaning in self.overrides:
+        is_of_job = settings is self.settings
+        # It says what a program starts, which is no setting; or the command's overrides win.
+        if row.kind == "starts" or (is_of_job and row.meaning in self.overrides):
             return
         text = " ".join(values)
         # Without a pattern every value is refused.
         if row.meaning == "refused" and re.search(row.kind, text) is not None:
-            if settings is self.settings:
-                raise _may_hold_sizes(option)
+            if is_of_job:
+                raise _may_hold_sizes(flag)
             raise JobError(f"{flag} {text} is not read. {RANKS_BESIDE}")
         # A shell may have left it out: --load $CHECKPOINT.
         lacks_value = not values and row.values not in ("0", "?", "*")
         if row.meaning in ("", "refused"):
             self.flags[WITHOUT_EFFECT].append(flag)
-            if lacks_value and settings is self.settings:
+            if lacks_value and is_of_job:
                 self.flags[WITHOUT_VALUE].append(flag)
             return
         if lacks_value:
             raise JobError(f"{flag} has no value in the command. Write it behind the flag.")
-        # The planned groups are the same, whatever the model is.
-        if row.kind == "model":
-            self.flags[WITHOUT_EFFECT].append(flag)
-            # Only `check` needs its number, and a shell may have left it empty.
-            if row.values != "0" and re.fullmatch(r"\d{1,18}", text) is None:
-                return
-        else:
+        if row.kind != "model":
             self.flags[USED].append(f"{flag} {text}".strip())
-        if row.values == "0":
-            settings[row.meaning] = True
-        elif row.kind == "text":
-            settings[row.meaning] = text
-        else:
-            numbers = []
-            for value in values:
-                if re.fullmatch(r"-?\d{1,18}", value) is None:
-                    remedy = "Write its number, or leave the flag out."
-                    if settings is not self.settings:
-                        remedy = RANKS_BESIDE
-                    raise JobError(f"{flag} must be a whole number, got {shown(value)}. {remedy}")
-                numbers.append(int(value))
-            settings[row.meaning] = numbers if row.values == "+" else numbers[0]
+            remedy = "Write its number, or leave the flag out." if is_of_job else RANKS_BESIDE
+            settings[row.meaning] = _value_of(option, remedy)
+            return
+        # The planned groups are the same, whatever the model is. Only `check` needs its number,
+        # and a shell may have left it empty.
+        self.flags[WITHOUT_EFFECT].append(flag)
+        if row.values == "0" or re.fullmatch(r"\d{1,18}", text) is not None:
+            settings[row.meaning] = _value_of(option)
 
     def _read_unlisted(self, option: Option) -> None:
         """A word or a flag of a script that its table does not have."""
         flag, _, values = option
-        # It may take no values: --verbose model.tensor_model_parallel_size=4
-        unread = [value for value in values if not self._read_override(value)]
-        if not flag and not unread:
-            return
         meant = _meant(flag)
         if meant:
             raise JobError(
                 f"{flag} is not a flag of Megatron, which has --{meant}. Write that if it is "
                 f"meant, or give the sizes instead of the command: --world-size 64 --tp 4."
             )
-        name = flag or unread[0].rpartition("=")[0]
-        # model={tensor_model_parallel_size: 4}, and files of sizes
-        has_sizes = any(map(_HOLDS_SIZES.search, unread))
-        if has_sizes or _MAY_HOLD_SIZES.search(name):
-            raise _may_hold_sizes(option)
-        if self._flag_before and not flag and "=" not in unread[0]:
-            self.flags[STRAY].append(f"{shown(unread[0])} behind {self._flag_before}")
-        self.flags[NOT_READ].append(flag or unread[0])
+        for value in values:
+            if _HOLDS_SIZES.search(value) is not None:
+                raise _may_hold_sizes(value)
+        name = flag or values[0]
+        if _MAY_HOLD_SIZES.search(flag or name.rpartition("=")[0]) is not None:
+            raise _may_hold_sizes(name)
+        if self._flag_before and not flag and "=" not in name:
+            self.flags[STRAY].append(f"{shown(name)} behind {self._flag_before}")
+        self.flags[NOT_READ].append(name)
 
-    def _read_override(self, word: str) -> bool:
-        """Read ``model.tensor_model_parallel_size=4``; False if it is no setting of a job."""
-        override = _OVERRIDE.fullmatch(word)
-        if override is None:
-            return False
-        prefix, name, text = override.groups()
-        row = SIZES.get(name.replace("_", "-"))
-        if row is None:
-            return False
-        if row.meaning in PARALLEL and row.meaning not in self.overrides:
-            self._first_override.setdefault(prefix, word)
-            if self.prefix not in (None, prefix):
-                self.flags[WITHOUT_EFFECT].append(f"{prefix}{name}")
-                return True
-        # Hydra's word for a value that is not given.
-        if text not in ("null", "None"):
-            self.read(Option(f"{prefix}{name}", row, [text]), self.settings)
+
+def _value_of(option: Option, remedy: str = "") -> Any:
+    """The value of an option, a number if its row says nothing else."""
+    flag, row, values = option
+    if row.values == "0":
         return True
+    if row.kind == "text":
+        return " ".join(values)
+    for value in values:
+        if re.fullmatch(r"-?\d{1,18}", value) is None:
+            raise JobError(f"{flag} must be a whole number, got {shown(value)}. {remedy}")
+    numbers = list(map(int, values))
+    return numbers if row.values == "+" else numbers[0]
 
 
 def _meant(flag: str) -> str:
@@ -249,8 +199,7 @@ def _meant(flag: str) -> str:
     return next(size_flag for size_flag, other in SIZES.items() if other.meaning == row.meaning)
 
 
-def _may_hold_sizes(option: Option) -> JobError:
-    name = option.flag or option.values[0]
+def _may_hold_sizes(name: str) -> JobError:
     return JobError(
         f"{name} may hold sizes that are not read. Give all sizes, such as --world-size 64 --tp 4, "
         f"instead of the command, or the plan of the job itself (compat.launch --plan)."

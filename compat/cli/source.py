@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,9 @@ from compat.cli.run import launches
 from compat.megatron import releases
 from compat.planned.job import (
     MOST_RANKS,
-    RANKS_PER_HOST,
     Job,
     JobError,
-    check_hosts,
+    checked_hosts,
     from_sizes,
 )
 from hypergrid.files import bytes_of, decoded
@@ -54,33 +55,24 @@ class PlannedJob:
             return self.layouts["decoder"].order
         return self.job.request().order
 
-    @property
+    @cached_property
     def hosts(self) -> Topology:
         """The hosts of all ranks."""
-        return _topology(self.plan, self.ranks_per_host)
+        return Topology(self._all_ranks, self.ranks_per_host)
 
-    @property
+    @cached_property
     def domains(self) -> Topology | None:
         """The NVLink domains of all ranks, where they are known."""
         if self.nvlink_domain is None:
             return None
-        return _topology(self.plan, self.nvlink_domain)
+        ranks = range(self.plan.window.stop)
+        names = [f"NVLink domain {rank // self.nvlink_domain}" for rank in ranks]
+        return Topology(self._all_ranks, names)
 
     @property
-    def within(self) -> dict[str, str]:
-        """By host its NVLink domain, in words; empty where domains are not known."""
-        if self.nvlink_domain is None:
-            return {}
-        hosts_of_domain = self.nvlink_domain // self.ranks_per_host
-        domain_of = {}
-        for number, host in enumerate(self.hosts.names):
-            domain_of[host] = f"NVLink domain {number // hosts_of_domain}"
-        return domain_of
-
-
-def _topology(plan: GroupPlan, ranks_per_place: int) -> Topology:
-    """Hosts or domains of equal size, also for ranks in front of the plan's window."""
-    return Topology(RankLayout(("rank",), (plan.window.stop,)), ranks_per_place)
+    def _all_ranks(self) -> RankLayout:
+        """Also those in front of the plan's window."""
+        return RankLayout(("rank",), (self.plan.window.stop,))
 
 
 @dataclass
@@ -110,11 +102,7 @@ def saved(
         ranks_per_host = beside.ranks_per_host
     if nvlink_domain is None:
         nvlink_domain = beside.nvlink_domain
-    assumed = []
-    if ranks_per_host is None:
-        ranks_per_host = min(RANKS_PER_HOST, len(plan.window))
-        assumed.append(f"{ranks_per_host} ranks on each host; --gpus-per-node changes it")
-    check_hosts(plan.window.stop, ranks_per_host, nvlink_domain)
+    ranks_per_host, assumed = checked_hosts(plan.window.stop, ranks_per_host, nvlink_domain)
     return PlannedJob(plan, ranks_per_host, nvlink_domain, None, assumed, beside.megatron)
 
 
@@ -128,13 +116,12 @@ def _check_ranks(path: Path, plan: GroupPlan) -> None:
             f"{path} is too large to be planned: at most {MOST_RANKS:,} ranks in 40 rows are."
         )
     last_ranks = [layout.stop - 1 for layout in plan.layouts.values()]
-    for ranks in [last_ranks, *listed_groups]:
-        for rank in ranks:
-            if not 0 <= rank < count:
-                raise JobError(
-                    f"{path} is not a valid plan: a layout or a group has rank {rank}, and the "
-                    f"first layout, which the plan is for, ends at rank {count - 1}."
-                )
+    for rank in chain(last_ranks, *listed_groups):
+        if not 0 <= rank < count:
+            raise JobError(
+                f"{path} is not a valid plan: a layout or a group has rank {rank}, and the first "
+                f"layout, which the plan is for, ends at rank {count - 1}."
+            )
 
 
 def of_job(job: Job) -> PlannedJob:
@@ -161,9 +148,8 @@ def started(
     words: Sequence[str],
     run: bool,
     timeout: float | None,
-    chdir: str | None,
+    chdir: Path | None,
     from_args: str | None,
-    prefix: str | None,
     **flags: Any,
 ) -> list[tuple[Job, Command]]:
     """The jobs that a command line starts, each with the first command that starts it.
@@ -176,18 +162,17 @@ def started(
     if run and not words:
         raise JobError("--run needs a script behind it: hypergrid check --run job.sh ARGUMENTS.")
     if run:
-        commands = _recorded(Path(words[0]), words[1:], timeout or _MOST_SECONDS, chdir)
+        script, *arguments = words
+        commands = _recorded(Path(script), arguments, timeout or _MOST_SECONDS, chdir)
     elif from_args is not None:
         commands = [command_of(from_args)]
     elif words:
         commands = [Command(words, dict(os.environ))]
-    elif prefix is not None:
-        raise JobError("--prefix chooses between overrides of a command: give the command.")
     else:
         return [(from_sizes(**flags), Command(()))]
     jobs: list[tuple[Job, Command]] = []
     for command in commands:
-        job = job_of(command, prefix, **flags)
+        job = job_of(command, **flags)
         # A script that starts each host's part by ssh starts the same job several times.
         if job not in [other for other, _ in jobs]:
             jobs.append((job, command))
@@ -195,14 +180,14 @@ def started(
 
 
 def _recorded(
-    script: Path, arguments: Sequence[str], timeout: float, directory: str | None
+    script: Path, arguments: Sequence[str], timeout: float, directory: Path | None
 ) -> Sequence[Command]:
     """The launches of a script, which bash runs; what is done and how it ended goes to stderr."""
     if not script.is_file():
         raise JobError(f"there is no file {script}.")
     name = shown(script.name)
     _say(f"runs {name} here, without its launchers; all other commands run")
-    recording = launches(script, arguments, timeout, Path(directory) if directory else None)
+    recording = launches(script, arguments, timeout, directory)
     ending = f"{name} ended with status {recording.status}"
     if recording.status is None:
         ending = f"{name} had not ended after {timeout:g} s and was stopped"

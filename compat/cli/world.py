@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from compat.planned.job import JobError
 LAUNCHERS = ("torchrun", "srun", "mpirun", "deepspeed", "accelerate", "ibrun")
 # Where the number of tasks is not told either.
 _DEFAULTS = {"torchrun": {"hosts": 1, "per_host": 1}, "srun": {"per_host": 1}}
+# Variables of the first task of srun.
+OF_FIRST_TASK = {"SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 _NUMBER = re.compile(r"(?:gpu:)?(?:[a-z]{1,3}\d+\w*:)?(\d+)")  # 8, a100:8, gpu:8, gpu:h100:8
 
 
@@ -49,13 +51,13 @@ def read_programs(
         return
     if not launchers:
         of_rank: dict[str, int] = {}
-        _read_variables(reader, "rank", variables, of_rank)
+        for option in options_of_variables("rank", variables):
+            reader.read(option, of_rank)
         if "world" in of_rank:
-            reader.settings.update(of_rank)
+            reader.settings.update({**of_rank, **reader.overrides})
         return
     *outer_launchers, (program, options) = launchers
-    per_host = reader.overrides.get("per_host")
-    ranks = _ranks_of(reader, program, options, variables, per_host)
+    ranks = _ranks_of(reader, program, options, variables, reader.overrides.get("per_host"))
     for outer_program, outer_options in outer_launchers:
         outer = _ranks_of(reader, outer_program, outer_options, variables)
         # srun starts torchrun, which then starts the ranks of its host: once on each of them.
@@ -64,6 +66,15 @@ def read_programs(
             raise _not_decided(program, why)
     reader.settings["world"] = ranks.tasks
     reader.settings["per_host"] = ranks.per_host
+
+
+def options_of_variables(program: str, variables: Mapping[str, str]) -> Iterator[Option]:
+    """The variables that a program reads, as options."""
+    for name, row in flags_of(program).items():
+        variable = name.removeprefix("$")
+        text = variables.get(variable)
+        if variable != name and text:
+            yield Option(variable, row, [text])
 
 
 def _not_decided(program: str, why: str) -> JobError:
@@ -83,89 +94,74 @@ def _ranks_of(
         reader.read(option, numbers)
     if per_host is not None:
         numbers["per_host"] = per_host
-    _read_variables(reader, program, variables, numbers)
-    # GPUs are not read, from which it would count its tasks.
-    from_gpus = numbers.pop("tasks_from_gpus", None)
-    if "tasks" not in numbers and from_gpus is None:
-        for name, number in _DEFAULTS.get(program, {}).items():
-            numbers.setdefault(name, number)
-    if len(numbers) < 2 or min(numbers.values()) < 1:
-        raise _not_decided(program, "is not told the number of ranks and of hosts")
-    if "tasks" not in numbers:
-        numbers["tasks"] = numbers["hosts"] * numbers["per_host"]
-    elif "per_host" not in numbers:
-        numbers["per_host"] = -(-numbers["tasks"] // numbers["hosts"])
-    elif "hosts" not in numbers:
-        numbers["hosts"] = -(-numbers["tasks"] // numbers["per_host"])
-    ranks = Ranks(**numbers)
-    # Of 20 tasks on 3 hosts, two have 7 and one has 6.
-    if -(-ranks.tasks // ranks.hosts) != ranks.per_host:
-        expected = ranks.hosts * ranks.per_host
-        raise _not_decided(program, f"is told {ranks.tasks} tasks and, for its hosts, {expected}")
-    return ranks
-
-
-def _read_variables(
-    reader: Reader, program: str, variables: Mapping[str, str], numbers: dict[str, int]
-) -> None:
-    """Read the variables of a launcher into ``numbers``, unless its flags decide these.
-
-    A variable that says otherwise than a flag is refused: how many tasks the launcher then starts
-    depends on its version.
-    """
     is_decided = len(numbers.keys() & {*Ranks._fields}) >= 2
-    for name, row in flags_of(program).items():
-        variable = name.removeprefix("$")
-        text = variables.get(variable)
-        if variable == name or not text or (is_decided and row.meaning in Ranks._fields):
+    for option in options_of_variables(program, variables):
+        if is_decided and option.row.meaning in Ranks._fields:
             continue
-        read: dict[str, int] = {}
-        reader.read(Option(variable, row, [text]), read)
-        for meaning, number in read.items():
+        told: dict[str, int] = {}
+        reader.read(option, told)
+        for meaning, number in told.items():
+            # How many tasks the launcher then starts depends on its version.
             if numbers.setdefault(meaning, number) != number:
-                raise _not_decided(program, f"is told otherwise by {variable}={text}")
+                text = variables[option.flag]
+                raise _not_decided(program, f"is told otherwise by {option.flag}={text}")
+    # GPUs are not read, from which it would count its tasks.
+    if "tasks" not in numbers and "tasks_from_gpus" not in numbers:
+        numbers = {**_DEFAULTS.get(program, {}), **numbers}
+    is_told = len(numbers.keys() & {*Ranks._fields}) >= 2
+    if not is_told or min(numbers.values()) < 1:
+        raise _not_decided(program, "is not told the number of ranks and of hosts")
+    hosts, tasks, on_each = (numbers.get(name, 0) for name in Ranks._fields)
+    # At most one of them is 0, which the others decide.
+    tasks = tasks or hosts * on_each
+    on_each = on_each or -(-tasks // hosts)
+    hosts = hosts or -(-tasks // on_each)
+    # Of 20 tasks on 3 hosts, two have 7 and one has 6.
+    if -(-tasks // hosts) != on_each:
+        expected = hosts * on_each
+        raise _not_decided(program, f"is told {tasks} tasks and, for its hosts, {expected}")
+    return Ranks(hosts, tasks, on_each)
 
 
 def variables_of_step(options: Sequence[Option], variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of the first task that srun starts."""
-    of_step = dict(variables)
-    for name in ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"):
-        of_step[name] = "0"
+    of_step = {**variables, **OF_FIRST_TASK}
     # Where its ranks are not decided, a launch that srun starts is refused by the same variables.
     with suppress(JobError):
         ranks = _ranks_of(Reader({}), "srun", options, variables)
-        for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
-            of_step[name] = str(ranks.hosts)
-        for name in ("SLURM_NTASKS", "SLURM_NPROCS"):
-            of_step[name] = str(ranks.tasks)
+        of_step["SLURM_NNODES"] = of_step["SLURM_JOB_NUM_NODES"] = str(ranks.hosts)
+        of_step["SLURM_NTASKS"] = of_step["SLURM_NPROCS"] = str(ranks.tasks)
     return of_step
 
 
 def head_of(script: str) -> dict[str, str]:
     """The variables that SLURM sets for the ``#SBATCH`` lines of a script."""
-    # Behind the first command SLURM reads no further.
-    comments = re.match(r"(?:[^\S\n]*(?:#.*)?\n)*", f"{script}\n")
-    assert comments is not None  # of an empty text at the least
+    words: list[str] = []
+    for line in script.split("\n"):
+        # Behind the first command SLURM reads no further.
+        if re.match(r"\s*[^\s#]", line) is not None:
+            break
+        if re.match(r"#SBATCH\s", line) is None:
+            continue
+        try:
+            words += shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        except ValueError:
+            raise JobError(f"the line {line} leaves a quote open. Close it.") from None
+    if "hetjob" in words or "packjob" in words:
+        raise JobError(
+            "the job has several parts (#SBATCH hetjob), whose hosts differ. Give the sizes "
+            "instead of the script: --world-size 64 --tp 4."
+        )
     rows = flags_of("srun")
     numbers: dict[str, str] = {}
     variables = {}
-    for line in re.findall(r"(?m)^#SBATCH\s(.*)", comments[0]):
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            raise JobError(f"the line #SBATCH {line} leaves a quote open. Close it.") from None
-        for flag, row, values in options_of(words, rows)[0]:
-            value = values[0] if values else ""
-            if not flag and value in ("hetjob", "packjob"):
-                raise JobError(
-                    "the job has several parts (#SBATCH hetjob), whose hosts differ. Give the "
-                    "sizes instead of the script: --world-size 64 --tp 4."
-                )
-            if flag in ("-m", "--distribution"):
-                variables["SLURM_DISTRIBUTION"] = value
-            number = _NUMBER.fullmatch(value)
-            if row.meaning and number is not None:
-                numbers[row.meaning] = number[1]
+    for flag, row, values in options_of(words, rows)[0]:
+        value = "".join(values)
+        if flag in ("-m", "--distribution"):
+            variables["SLURM_DISTRIBUTION"] = value
+        number = _NUMBER.fullmatch(value)
+        if row.meaning and number is not None:
+            numbers[row.meaning] = number[1]
     # SLURM computes it where the script does not say it.
     if "tasks" not in numbers and {"hosts", "per_host"} <= numbers.keys():
         numbers["tasks"] = str(int(numbers["hosts"]) * int(numbers["per_host"]))

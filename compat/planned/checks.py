@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
 
 from compat.megatron import communicators
 from compat.megatron.rows import run_sizes
@@ -15,14 +14,12 @@ from compat.planned.job import STRAY, WITHOUT_VALUE, Job, JobError
 from compat.planned.layouts import Layouts, groups_by_kind
 from compat.planned.orders import RankedOrder
 from hypergrid.messages import shown
-from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
-Severity: TypeAlias = Literal["error", "warning", "note"]
-SEVERITIES = get_args(Severity)
+SEVERITIES = ("error", "warning", "note")
 
 # Kind of groups that should stay inside a host, and severity; and what it costs if they do not.
-_ACROSS: dict[tuple[str, Severity], str] = {
+_ACROSS = {
     ("tp", "error"): "Every layer waits for the network, forward and backward, several times.",
     ("expert tp", "error"): (
         "Every expert layer waits for the network, forward and backward, several times."
@@ -43,7 +40,7 @@ class Finding:
     """
 
     rule: str
-    severity: Severity
+    severity: str
     what: str
     cost: str  # what is expensive about it
     remedy: str
@@ -62,7 +59,7 @@ def expensive(
     for (kind, severity), cost in _ACROSS.items():
         if kind not in groups:
             continue
-        touched = hosts_touched(groups[kind], places)
+        touched = places.touched(groups[kind])
         crossing = int((touched > 1).sum())
         if not crossing:
             continue
@@ -183,14 +180,14 @@ def _refused_stages(job: Job, flags: Set[str]) -> Iterator[Finding]:
     stage_layout = settings.get("stage_layout")
     if stage_layout is not None:
         stages = stages_of(stage_layout)
-    if stage_layout is not None and stages % pipeline_size:
-        yield _refused(
-            "stage-layout",
-            f"--pipeline-model-parallel-layout {shown(stage_layout)} has {stages} stages, and "
-            f"{pipeline_size} pipeline ranks do not divide them.",
-            "the stages must be a multiple of the pipeline ranks",
-            "Change the number of | in it, or --pipeline-model-parallel-size.",
-        )
+        if stages % pipeline_size:
+            yield _refused(
+                "stage-layout",
+                f"--pipeline-model-parallel-layout {shown(stage_layout)} has {stages} stages, and "
+                f"{pipeline_size} pipeline ranks do not divide them.",
+                "the stages must be a multiple of the pipeline ranks",
+                "Change the number of | in it, or --pipeline-model-parallel-size.",
+            )
     if pipeline_size == 1 and stages > 1:
         yield _refused(
             "no-pipeline",
@@ -283,19 +280,20 @@ def silent_losses(job: Job) -> Iterator[Finding]:
 def _unread_options(job: Job) -> Iterator[Finding]:
     """Sections and options of the NCCL configuration that nobody reads."""
     nccl_config = job.settings.get("nccl_config", "")
-    if Path(nccl_config).is_file():
-        groups = {row.options for row in (*ROWS, *EXTRA_ALL_GATHER)}
-        try:
-            configs = communicators.read_configs(nccl_config, None)
-            unread = list(communicators.unread(configs, groups))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise JobError(str(error)) from error
-        if unread:
-            yield Finding(
-                "nccl-config",
-                "warning",
-                f"{nccl_config} has {' and '.join(unread)}: no group reads that.",
-                "Megatron's get_nccl_options (parallel_state.py) ignores it without a word.",
-                f"Options are {', '.join(communicators.OPTIONS)}; groups are "
-                f"{', '.join(sorted(groups))}.",
-            )
+    if not Path(nccl_config).is_file():
+        return
+    groups = {row.options for row in (*ROWS, *EXTRA_ALL_GATHER)}
+    try:
+        configs = communicators.read_configs(nccl_config, None)
+        unread = list(communicators.unread(configs, groups))
+    except RuntimeError as error:
+        raise JobError(str(error)) from error
+    if unread:
+        yield Finding(
+            "nccl-config",
+            "warning",
+            f"{nccl_config} has {' and '.join(unread)}: no group reads that.",
+            "Megatron's get_nccl_options (parallel_state.py) ignores it without a word.",
+            f"Options are {', '.join(communicators.OPTIONS)}; groups are "
+            f"{', '.join(sorted(groups))}.",
+        )

@@ -15,7 +15,7 @@ from hypergrid.messages import shown
 from hypergrid.plan import GroupPlan
 
 TP_PP_DP = "tp-cp-ep-pp-dp"  # what Megatron's --use-tp-pp-dp-mapping means
-RANKS_PER_HOST = 8
+RANKS_PER_HOST = 8  # where nothing says it
 MOST_RANKS = 1 << 20
 SIZES = flags_of("sizes")
 # How a flag was read. Megatron's parser refuses the last two: "'True' behind --bf16", "--load".
@@ -94,19 +94,25 @@ def of_settings(settings: Mapping[str, Any]) -> Job:
             "srun."
         )
     world_size = settings["world"]
-    ranks_per_host = settings.get("per_host")
-    if ranks_per_host is None:
-        ranks_per_host = min(RANKS_PER_HOST, world_size)
-        assumed.append(f"{ranks_per_host} ranks on each host; --gpus-per-node changes it")
     nvlink_domain = settings.get("nvlink_domain")
-    check_hosts(world_size, ranks_per_host, nvlink_domain)
+    ranks_per_host, of_hosts = checked_hosts(world_size, settings.get("per_host"), nvlink_domain)
+    assumed += of_hosts
     if arguments.get("virtual_pipeline_model_parallel_size") == 1:
         del arguments["virtual_pipeline_model_parallel_size"]  # 1 is none
     return Job(arguments, settings, world_size, ranks_per_host, nvlink_domain, tuple(assumed))
 
 
-def check_hosts(world_size: int, ranks_per_host: int, nvlink_domain: int | None) -> None:
-    """Refuse numbers of ranks that no job has, or that take more memory than a laptop has."""
+def checked_hosts(
+    world_size: int, ranks_per_host: int | None, nvlink_domain: int | None
+) -> tuple[int, list[str]]:
+    """The ranks of each host, and in sentences what is assumed of them where they are not known.
+
+    Refuses numbers of ranks that no job has, or that take more memory than a laptop has.
+    """
+    assumed = []
+    if ranks_per_host is None:
+        ranks_per_host = min(RANKS_PER_HOST, world_size)
+        assumed.append(f"{ranks_per_host} ranks on each host; --gpus-per-node changes it")
     for flag, ranks in (
         ("world-size", world_size),
         ("gpus-per-node", ranks_per_host),
@@ -119,3 +125,4 @@ def check_hosts(world_size: int, ranks_per_host: int, nvlink_domain: int | None)
             f"an NVLink domain of {nvlink_domain} GPUs does not hold whole hosts of "
             f"{ranks_per_host}. Give a multiple of the GPUs of a host."
         )
+    return ranks_per_host, assumed

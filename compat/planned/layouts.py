@@ -9,8 +9,6 @@ import numpy as np
 
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import one_line
-from hypergrid.plan import GroupPlan
-from hypergrid.summary import hosts_touched
 from hypergrid.topology import Topology
 
 Layouts: TypeAlias = Mapping[str, RankLayout]
@@ -34,41 +32,21 @@ _KINDS = {
 def refuse_unknown_dims(layouts: Layouts) -> None:
     """Raise LayoutError if a layout that users know has a dim for which there are no rules."""
     known_dims = {dim for _, dims in _KINDS.values() for dim in dims}
-    for name in SHARDS:
-        if name not in layouts:
-            continue
-        for dim in layouts[name].trimmed.dims:
-            if dim not in known_dims:
-                raise LayoutError(
-                    f"cannot check this plan: the layout {name} has the dim {one_line(dim)}, and "
-                    f"the rules are for {', '.join(sorted(known_dims))}. Rename the dim to the one "
-                    f"that it is, or use show."
-                )
+    for name in SHARDS.keys() & layouts.keys():
+        unknown_dims = [dim for dim in layouts[name].trimmed.dims if dim not in known_dims]
+        if unknown_dims:
+            raise LayoutError(
+                f"cannot check this plan: the layout {name} has the dim "
+                f"{one_line(unknown_dims[0])}, and the rules are for "
+                f"{', '.join(sorted(known_dims))}. Rename the dim to the one that it is, or use "
+                f"show."
+            )
 
 
-def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
-    """The groups by kind, as arrays of shape (groups, ranks of a group); none of a single rank.
-
-    The result has kinds of the expert layout only if that differs from the dense one.
-    """
-    experts_differ = has_experts(layouts)
-    groups = {}
-    for kind, (name, dims) in _KINDS.items():
-        if name == "expert" and not experts_differ:
-            continue
-        layout = layouts[name]
-        ranks = layout.groups([dim for dim in dims if dim in layout.dims])
-        if ranks.shape[1] > 1:
-            groups[kind] = ranks
-    return groups
-
-
-def most_hosts(layouts: Layouts, hosts: Topology) -> dict[str, int]:
-    """By kind how many hosts the group touches that touches the most; 1 if all stay inside."""
-    most = {}
-    for kind, groups in groups_by_kind(layouts).items():
-        most[kind] = int(hosts_touched(groups, hosts).max())
-    return most
+def known(layouts: Layouts) -> dict[str, RankLayout]:
+    """The layouts that users know: of dense layers, and of experts where these differ."""
+    names = SHARDS if has_experts(layouts) else ["decoder"]
+    return {name: layouts[name] for name in names}
 
 
 def has_experts(layouts: Layouts) -> bool:
@@ -79,15 +57,33 @@ def has_experts(layouts: Layouts) -> bool:
     return expert.size_of("ep") > 1 or expert.size_of("tp") != layouts["decoder"].size_of("tp")
 
 
-def shards_of(*plans: GroupPlan) -> dict[str, tuple[str, ...]] | None:
-    """The layouts to compare, each with the dims that cut its weights; None without a decoder.
+def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
+    """The groups by kind, as arrays of shape (groups, ranks of a group); none of a single rank."""
+    known_layouts = known(layouts)
+    groups = {}
+    for kind, (name, dims) in _KINDS.items():
+        if name in known_layouts:
+            layout = known_layouts[name]
+            ranks = layout.groups([dim for dim in dims if dim in layout.dims])
+            if ranks.shape[1] > 1:
+                groups[kind] = ranks
+    return groups
+
+
+def most_hosts(layouts: Layouts, hosts: Topology) -> dict[str, int]:
+    """By kind how many hosts the group touches that touches the most; 1 if all stay inside."""
+    groups = groups_by_kind(layouts)
+    return {kind: int(hosts.touched(groups[kind]).max()) for kind in groups}
+
+
+def shards_of(before: Layouts, after: Layouts) -> Mapping[str, tuple[str, ...]]:
+    """The layouts to compare, each with the dims that cut its weights; none without a decoder.
 
     The layout of experts is compared where a job has experts.
     """
-    if any("decoder" not in plan.layouts for plan in plans):
-        return None
-    shards = dict(SHARDS)
-    in_all = all("expert" in plan.layouts for plan in plans)
-    if not in_all or not any(has_experts(plan.layouts) for plan in plans):
-        del shards["expert"]
-    return shards
+    common = [name for name in before if name in after]
+    if "decoder" not in common:
+        return dict.fromkeys(common, ())
+    if "expert" in common and (has_experts(before) or has_experts(after)):
+        return SHARDS
+    return {"decoder": SHARDS["decoder"]}

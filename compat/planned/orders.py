@@ -8,7 +8,7 @@ from itertools import permutations
 
 import numpy as np
 
-from compat.planned.layouts import SHARDS, Layouts, has_experts, most_hosts
+from compat.planned.layouts import SHARDS, Layouts, known, most_hosts
 from compat.swap.order import DIMS
 from hypergrid.layout import RankLayout
 from hypergrid.topology import Topology
@@ -26,6 +26,10 @@ class RankedOrder:
         """The numbers of hosts: of two orders, the one with the smaller tuple is better."""
         return tuple(self.hosts.values())
 
+    def keeps(self, kinds: Sequence[str]) -> bool:
+        """Whether the groups of these kinds stay inside hosts."""
+        return all(self.hosts[kind] == 1 for kind in kinds)
+
 
 def ranked_orders(requested: str, layouts: Layouts, hosts: Topology) -> list[RankedOrder]:
     """All orders that differ, the best first; of equally good ones ``requested`` comes first.
@@ -37,9 +41,7 @@ def ranked_orders(requested: str, layouts: Layouts, hosts: Topology) -> list[Ran
     dp-tp a tp group 2 and a dp group 1. tp-dp is better.
     """
     shards = {name: layouts[name] for name in SHARDS if name in layouts}
-    used_dims = set[str]()
-    for layout in shards.values():
-        used_dims.update(layout.trimmed.dims)
+    used_dims = set[str]().union(*(layout.trimmed.dims for layout in shards.values()))
     ranking = []
     known_layouts = set()
     # Orders that begin with tp come first: of equally good ones tp has the nearest ranks.
@@ -62,9 +64,9 @@ def _in_order(order: str, layouts: Layouts) -> Layouts | None:
     """The layouts under another order of all dims; None where Megatron refuses that order."""
     turned = {}
     for name, layout in layouts.items():
-        sizes = dict(zip(layout.dims, layout.sizes, strict=True))
-        dims = [dim for dim in order.split("-") if dim in sizes]
-        turned[name] = RankLayout.from_order("-".join(dims), sizes, layout.offset)
+        # A dim that the layout does not have has size 1.
+        sizes = {dim: layout.size_of(dim) for dim in order.split("-")}
+        turned[name] = RankLayout.from_order(order, sizes, layout.offset)
     pipelined = [layout for layout in turned.values() if layout.size_of("pp") > 1]
     # The stages of a pipeline are the same ranks for dense layers and for experts.
     strides = {layout.stride("pp") for layout in pipelined}
@@ -93,22 +95,19 @@ def dp_across(
     kinds = [kind for kind in requested.hosts if not kind.endswith("dp")]
     if "pp" not in kinds or "dp" not in requested.hosts:
         return ""
-    keeping = []
-    for ranked in ranking:
-        if all(ranked.hosts[kind] == 1 for kind in kinds):
-            keeping.append(ranked)
-    named = ", ".join(kinds)
-    if requested in keeping:
+    if requested.keeps(kinds):
         return ""
-    if keeping:
-        order = keeping[0].order
-        return f"With order {order} groups of {named} stay inside {places}, and dp crosses."
+    named = ", ".join(kinds)
+    for ranked in ranking:
+        if ranked.keeps(kinds):
+            return (
+                f"With order {ranked.order} groups of {named} stay inside {places}, and dp crosses."
+            )
     sentence = f"No order keeps {named} inside {places} with dp across them"
     ranks_of_place = int(np.bincount(hosts.numbers).max())
     data_sizes = []
-    for name in SHARDS if has_experts(layouts) else ["decoder"]:
-        layout = layouts[name].trimmed
-        dims = [dim for dim in layout.dims if dim != "dp"]
+    for name, layout in known(layouts).items():
+        dims = [dim for dim in layout.trimmed.dims if dim != "dp"]
         ranks = layout.dim_size(dims)
         if ranks_of_place % ranks or layout.offset % ranks:
             return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,18 +65,13 @@ class Difference:
 def difference(
     before: GroupPlan,
     after: GroupPlan,
-    shards: Mapping[str, tuple[str, ...]] | None = None,
+    shards: Mapping[str, tuple[str, ...]],
 ) -> Difference:
     """The changes from one plan to the other. Costs O(ranks) for each name.
 
     ``shards`` names the layouts to compare, each with the dims whose coordinates say which part
-    of the weights a rank has. By default all layouts that both have, and no weights.
+    of the weights a rank has.
     """
-    if shards is None:
-        shards = {}
-        for name in before.layouts:
-            if name in after.layouts:
-                shards[name] = ()
     start = max(before.window.start, after.window.start)
     stop = min(before.window.stop, after.window.stop)
     common = range(start, stop)
@@ -85,9 +80,9 @@ def difference(
     for name, weight_dims in shards.items():
         old = before.layouts[name]
         new = after.layouts[name]
-        old_cut = tuple(old.size_of(dim) for dim in weight_dims)
-        new_cut = tuple(new.size_of(dim) for dim in weight_dims)
         # Whether each rank holds another part of the weights: all do, if these are cut anew.
+        old_cut = _sizes(old, weight_dims)
+        new_cut = _sizes(new, weight_dims)
         part_differs = np.full(len(common), old_cut != new_cut)
         for dim in dict.fromkeys((*old.dims, *new.dims)):
             old_coordinates = _coordinates(old, dim, common)
@@ -95,14 +90,14 @@ def difference(
             differs = old_coordinates != new_coordinates
             if dim in weight_dims:
                 part_differs |= differs
-            sizes = (old.size_of(dim), new.size_of(dim))
+            old_size = old.size_of(dim)
+            new_size = new.size_of(dim)
             ranks = int(differs.sum())
-            if ranks or sizes[0] != sizes[1]:
-                moved.append(Moved(name, dim, sizes, ranks))
+            if ranks or old_size != new_size:
+                moved.append(Moved(name, dim, (old_size, new_size), ranks))
         ranks = int(part_differs.sum())
         if ranks or old_cut != new_cut:
-            cuts = (old_cut, new_cut)
-            resharded.append(Resharded(name, weight_dims, cuts, ranks))
+            resharded.append(Resharded(name, weight_dims, (old_cut, new_cut), ranks))
     return Difference(
         ranks=(len(before.window), len(after.window)),
         common=len(common),
@@ -118,15 +113,18 @@ def _regrouped(
     common: range,
 ) -> Iterator[Regrouped]:
     """The names whose groups change."""
-    labels = [row.label for row in (*before.rows, *after.rows)]
     # Each once, in their order.
-    for label in dict.fromkeys(labels):
+    for label in dict.fromkeys(row.label for row in (*before.rows, *after.rows)):
         old_count, old_digests = _groups(before, label, common)
         new_count, new_digests = _groups(after, label, common)
         differs = old_digests != new_digests
         ranks = int(differs.sum())
         if ranks or old_count != new_count:
             yield Regrouped(label, (old_count, new_count), ranks)
+
+
+def _sizes(layout: RankLayout, dims: Sequence[str]) -> tuple[int, ...]:
+    return tuple(map(layout.size_of, dims))
 
 
 def _coordinates(
@@ -155,10 +153,8 @@ def _groups(
     for row in plan.rows:
         if row.label == label:
             arrays.extend(plan.arrays(row))
-    count = 0
     stop = ranks.stop
     for groups in arrays:
-        count += len(groups)
         # A row may list ranks that are not in the plan's layout.
         stop = max(stop, int(groups.max()) + 1)
     # A number for each rank: the sum over a group's members is its digest, in any order.
@@ -168,4 +164,5 @@ def _groups(
     for groups in arrays:
         # A rank may be in several groups of one name.
         digests[groups] += number_of_rank[groups].sum(axis=1, keepdims=True)
+    count = sum(map(len, arrays))
     return count, digests[ranks.start : ranks.stop]

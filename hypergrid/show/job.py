@@ -11,6 +11,7 @@ from hypergrid.hangs.verdict import Diagnosis
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few
 from hypergrid.plan import GroupPlan, GroupRow, Ranks
+from hypergrid.topology import Topology
 
 _LAST = 10  # calls shown of each rank
 
@@ -29,13 +30,13 @@ def plan_of(recording: Recording) -> GroupPlan:
     return GroupPlan({"ranks": layout}, tuple(rows))
 
 
-def hosts_of(recording: Recording, plan: GroupPlan) -> list[str]:
-    """The host of each rank of the plan."""
+def hosts_of(recording: Recording, plan: GroupPlan) -> Topology:
+    """The hosts of the plan's ranks."""
     hosts = []
     for rank in plan.window:
         rank_recording = recording.ranks.get(rank, RankRecording(rank))
         hosts.append(rank_recording.host or "host not known")
-    return hosts
+    return Topology(plan.layout, hosts)
 
 
 def page_data(recording: Recording, diagnosis: Diagnosis) -> dict[str, Any]:
@@ -68,7 +69,8 @@ def _findings(rank_recording: RankRecording, diagnosis: Diagnosis) -> list[str]:
     if waits_for:
         lines.append(f"waits for {few(waits_for)}")  # of thousands, perhaps
     for frame in rank_recording.stack[:6]:
-        lines.append(f"{frame.function} ({frame.file}:{frame.line})")
+        place = f"{frame.file}:{frame.line}"
+        lines.append(f"{frame.function} ({place})")
     return lines
 
 

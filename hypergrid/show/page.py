@@ -13,8 +13,8 @@ from typing import Any
 
 from hypergrid.layout import LayoutError
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import ranks_by_host
-from hypergrid.topology import Hosts
+from hypergrid.show.hosts import domain_of, ranks_by_host
+from hypergrid.topology import Topology
 
 MOST_RANKS = 1 << 16  # a browser opens these in some seconds, and 1,048,576 not in two minutes
 # One script in these parts: arithmetic, elements, the grid, the panel, events.
@@ -23,22 +23,22 @@ SCRIPTS = ("plan.js", "elements.js", "job.js", "board.js", "panel.js", "page.js"
 
 def page(
     plan: GroupPlan,
-    hosts: Hosts,
+    hosts: Topology,
     title: str = "Who talks to whom",
     *,
     offered: Sequence[str] | None = None,
     job: Mapping[str, Any] | None = None,
-    within: Mapping[str, str] | None = None,
+    domains: Topology | None = None,
     by: str | None = None,
 ) -> str:
     """The page's text, to be written as UTF-8; it computes every group itself from the plan.
 
-    ``hosts`` is as for ``hypergrid.Topology``, ``title`` the heading. ``offered`` names the layouts
-    that can be switched to, if they are over the ranks of the first one; by default all. ``job``
-    is what ``hypergrid.show.job.page_data`` says of a job with this plan. ``within`` has for each
-    host's name its NVLink domain, ``by`` is the dim that colours show at first.
+    ``title`` is the heading. ``offered`` names the layouts that can be switched to, if they are
+    over the ranks of the first one; by default all. ``job`` is what
+    ``hypergrid.show.job.page_data`` says of a job with this plan. ``domains`` are the NVLink
+    domains of the ranks, ``by`` is the dim that colours show at first.
 
-    Raises LayoutError on invalid hosts, too few ranks on them, or more than 65,536 ranks.
+    Raises LayoutError where ``hosts`` have too few ranks, or the plan more than 65,536.
     """
     if plan.layout.size > MOST_RANKS:
         raise LayoutError(
@@ -47,7 +47,7 @@ def page(
         )
     drawn_hosts = []
     for name, ranks in ranks_by_host(plan.layout, hosts).items():
-        domain = (within or {}).get(name, "")
+        domain = domain_of(domains, ranks)
         drawn_hosts.append({"name": name, "ranks": ranks, "within": domain})
     data = {
         "title": title,
@@ -59,12 +59,17 @@ def page(
     }
     style = _part("page.css")
     script = "\n".join(map(_part, SCRIPTS))
+    title_in_ascii = html.escape(title).encode("ascii", "xmlcharrefreplace")
+    policy = (
+        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    data_as_json = json.dumps(data, separators=(",", ":"))
     parts = {
-        "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
-        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
-        "base-uri 'none'; form-action 'none'",
+        "title": title_in_ascii.decode(),
+        "policy": policy,
         "style": style,
-        "data": _inert(json.dumps(data, separators=(",", ":"))),
+        "data": _inert(data_as_json),
         "script": script,
     }
     # One pass, so that data that looks like a slot of the template stays data.
@@ -78,7 +83,9 @@ def _inert(text: str) -> str:
 
 def _digest(text: str) -> str:
     """A style or script as the page's policy names it: no other one runs."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    digest = hashlib.sha256(text.encode()).digest()
+    encoded = base64.b64encode(digest).decode()
+    return f"'sha256-{encoded}'"
 
 
 def _part(name: str) -> str:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import install_command, shortened, shown
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import group_numbers, ranks_by_host
+from hypergrid.show.hosts import domain_of, group_numbers, ranks_by_host
 from hypergrid.show.page import MOST_RANKS as MOST_ON_PAGE
-from hypergrid.summary import hosts_touched, sizes_in_words
-from hypergrid.topology import Hosts, Topology
+from hypergrid.summary import sizes_in_words
+from hypergrid.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,12 +54,12 @@ STYLE: dict[Any, Any] = {
 
 def picture(
     plan: GroupPlan,
-    hosts: Hosts,
+    hosts: Topology,
     path: str | Path,
     *,
     layouts: Sequence[str] = (),
     by: str | None = None,
-    within: Mapping[str, str] | None = None,
+    domains: Topology | None = None,
 ) -> None:
     """Write the ranks of ``plan`` on their hosts to ``path``. Needs the extra ``plot``.
 
@@ -67,16 +67,15 @@ def picture(
     them in words, red, how many groups cross hosts. The picture has no background, for light and
     dark pages.
 
-    ``hosts`` is as for ``hypergrid.Topology``; the suffix of ``path`` gives the format: ``.png``,
-    ``.svg`` or ``.pdf``. ``layouts`` names some of the plan's, by default the first, and ``by``
-    the one dim to show, by default each that is larger than 1; a dim with the same groups in two
-    layouts is shown once. ``within`` has for each host's name its NVLink domain: domains are
+    The suffix of ``path`` gives the format: ``.png``, ``.svg`` or ``.pdf``. ``layouts`` names some
+    of the plan's, by default the first, and ``by`` the one dim to show, by default each that is
+    larger than 1; a dim with the same groups in two layouts is shown once. NVLink ``domains`` are
     headings, and a group inside one does not count as crossing.
 
     Raises
     ------
     LayoutError
-        An unknown layout, dim or suffix, invalid hosts, or more than 4,096 ranks.
+        An unknown dim or suffix, or more than 4,096 ranks.
     ImportError
         matplotlib is missing.
     """
@@ -87,10 +86,6 @@ def picture(
         )
     drawn_layouts = {}
     for name in layouts or list(plan.layouts)[:1]:
-        if name not in plan.layouts:
-            raise LayoutError(
-                f"invalid layout {shown(name)}. Valid layouts are {list(plan.layouts)}."
-            )
         layout = plan.layouts[name]
         if layout.size > MOST_RANKS:
             raise LayoutError(
@@ -101,8 +96,7 @@ def picture(
         drawn_layouts[name] = layout
     panels = []
     for title, layout, dim in _dims(drawn_layouts, by):
-        panel = _panel(title, layout, dim, hosts, within or {})
-        panels.append(panel)
+        panels.append(_panel(title, layout, dim, hosts, domains))
     try:
         import matplotlib
     except ImportError as error:
@@ -119,8 +113,7 @@ def picture(
 
 
 def _dims(
-    layouts: Mapping[str, RankLayout],
-    by: str | None,
+    layouts: Mapping[str, RankLayout], by: str | None
 ) -> Iterator[tuple[str, RankLayout, str]]:
     """The title, the layout and the dim of each panel.
 
@@ -136,10 +129,9 @@ def _dims(
             # The stride and the size decide all groups. An unknown dim is refused.
             stride = layout.stride(dim)
             size = layout.size_of(dim)
-            groups = (dim, stride, size)
-            if groups in drawn_groups:
+            if (dim, stride, size) in drawn_groups:
                 continue
-            drawn_groups.add(groups)
+            drawn_groups.add((dim, stride, size))
             title = f"{dim} = {size}"
             if dim in known_dims:
                 title = f"{name} {title}"
@@ -147,7 +139,7 @@ def _dims(
         known_dims.update(layout.dims)
 
 
-def _heading(layouts: Mapping[str, RankLayout], hosts: Hosts) -> str:
+def _heading(layouts: Mapping[str, RankLayout], hosts: Topology) -> str:
     """How many ranks and hosts, and the sizes of each layout; a text of a file may be endless."""
     lines: list[str] = []
     for name, layout in layouts.items():
@@ -176,21 +168,19 @@ def _panel(
     title: str,
     layout: RankLayout,
     dim: str,
-    hosts: Hosts,
-    within: Mapping[str, str],
+    hosts: Topology,
+    domains: Topology | None,
 ) -> _Panel:
-    kind = "hosts"
-    topology = Topology(layout, hosts)
-    if within:
-        kind = "domains"
-        domain_of_rank = [within[topology.names[number]] for number in topology.numbers]
-        topology = Topology(layout, domain_of_rank)
+    kind = "hosts" if domains is None else "domains"
+    places = domains or hosts
     # On how many hosts, or domains, each group is.
-    touched = hosts_touched(layout.groups(dim), topology)
+    touched = places.touched(layout.groups(dim))
     count = int((touched > 1).sum())
     reach = f"no group crosses {kind}"
     if count:
-        reach = f"{count:,} of {len(touched):,} groups cross {kind} (up to {touched.max()})"
+        group_count = len(touched)
+        most = touched.max()
+        reach = f"{count:,} of {group_count:,} groups cross {kind} (up to {most})"
     framed = layout.group(layout.offset, dim)
     ranks_of = ranks_by_host(layout, hosts)
     return _Panel(
@@ -199,7 +189,7 @@ def _panel(
         framed=framed,
         reach=reach,
         is_crossing=count > 0,
-        lines=list(_lines(layout, framed, ranks_of, within)),
+        lines=list(_lines(layout, framed, ranks_of, domains)),
     )
 
 
@@ -207,7 +197,7 @@ def _lines(
     layout: RankLayout,
     framed: Sequence[int],
     ranks_of: Mapping[str, list[int]],
-    within: Mapping[str, str],
+    domains: Topology | None,
 ) -> Iterator[tuple[str, list[int]]]:
     """The lines of a panel; NVLink domains, and ranks that are left out, have lines of their own.
 
@@ -228,7 +218,7 @@ def _lines(
             if hidden:
                 yield f"+ {hidden:,} ranks", []
                 hidden = 0
-            domain = within.get(host, "")
+            domain = domain_of(domains, ranks)
             if domain != last_domain:
                 yield shortened(domain, 18), []
                 last_domain = domain
@@ -245,9 +235,8 @@ def _drawn(panels: Sequence[_Panel], heading: str) -> Figure:
     line_count = -(-len(panels) // ACROSS)
     per_line = -(-len(panels) // line_count)
     height = max(len(panel.lines) for panel in panels)
-    columns = MIN_COLUMNS
-    for _, ranks in panels[0].lines:
-        columns = max(columns, len(ranks))
+    lengths = [len(ranks) for _, ranks in panels[0].lines]
+    columns = max(MIN_COLUMNS, *lengths)
     # An inch for the labels of hosts; the words above a panel, and those of the whole picture.
     panel_width = CELL * columns + 1
     panel_height = CELL * height + 0.75
@@ -278,8 +267,6 @@ def _draw(
     height: int,
 ) -> None:
     """Draw a panel on axes of that width and height, on which a rank is a unit wide and high."""
-    from matplotlib.patches import Rectangle
-
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(height - 0.5, -0.5)
     axes.set_aspect("equal", anchor="NW")
@@ -294,20 +281,15 @@ def _draw(
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(length=0)
     for y, (_, ranks) in enumerate(panel.lines):
-        for x, rank in enumerate(ranks):
-            number = panel.group_of_rank[rank]
-            colour = COLOURS[number % len(COLOURS)]
-            corner = (x - TILE / 2, y - TILE / 2)
-            tile = Rectangle(corner, TILE, TILE, color=colour)
+        if not ranks:
+            continue
+        numbers = [panel.group_of_rank[rank] for rank in ranks]
+        colours = [COLOURS[number % len(COLOURS)] for number in numbers]
+        places = range(len(ranks))
+        bottom = y - TILE / 2
+        tiles = axes.bar(places, TILE, TILE, bottom, color=colours)
+        for tile, rank in zip(tiles, ranks, strict=True):
             if rank in panel.framed:
                 tile.set(edgecolor=INK, linewidth=1.5)
-            axes.add_patch(tile)
-            axes.text(
-                x,
-                y,
-                str(rank),
-                fontsize=8.5 if rank < 1000 else 6.5,
-                ha="center",
-                va="center",
-                color=INK,
-            )
+        size = 8.5 if ranks[-1] < 1000 else 6.5
+        axes.bar_label(tiles, ranks, label_type="center", color=INK, fontsize=size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
 
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.show.hosts import group_numbers, ranks_by_host
-from hypergrid.topology import Hosts
+from hypergrid.show.hosts import domain_of, group_numbers, ranks_by_host
+from hypergrid.topology import Topology
 
 FOLD_ABOVE = 256  # ranks
 _FIRST = 4  # hosts that a folded table shows, and the last one
@@ -21,32 +21,27 @@ _STYLES = (
 
 def table(
     layout: RankLayout,
-    hosts: Hosts,
+    hosts: Topology,
     by: str,
     *,
     only: Sequence[int] | None = None,
     width: int = 80,
-    within: Mapping[str, str] | None = None,
+    domains: Topology | None = None,
 ) -> Iterator[Text]:
     """Lines: for each host its ranks, their coordinates and their group over ``by``, coloured.
 
-    ``hosts`` is as for ``hypergrid.Topology``; ``by`` one or several dims, joined by ``"-"``. By
-    default all hosts are shown, or above 256 ranks the first and the last; ``only`` names others
-    by number. A host with more ranks than fit into ``width`` columns goes on in further lines.
-    ``within`` has for each host's name its NVLink domain; domains are headings.
+    ``by`` is one or several dims, joined by ``"-"``. By default all hosts are shown, or above 256
+    ranks the first and the last; ``only`` names others by number. A host with more ranks than fit
+    into ``width`` columns goes on in further lines. NVLink ``domains`` are headings.
     """
     ranks_of = ranks_by_host(layout, hosts)
     names = list(ranks_of)
-    hidden_count = 0
+    last = len(names) - 1
+    numbers: Sequence[int] = range(len(names))
     if only is not None:
-        last = len(names) - 1
-        for number in only:
-            if not 0 <= number <= last:
-                raise LayoutError(f"there is no host {number}: they go from 0 to {last}.")
-        names = [names[number] for number in only]
-    elif layout.size > FOLD_ABOVE and len(names) > _FIRST + 1:
-        hidden_count = len(names) - _FIRST - 1
-        names = [*names[:_FIRST], names[-1]]
+        numbers = only
+    elif layout.size > FOLD_ABOVE and last > _FIRST:
+        numbers = [*range(_FIRST), last]
     group_title = f"{by} group"
     dims = layout.trimmed.dims
     group_of_rank = group_numbers(layout, by)
@@ -61,25 +56,25 @@ def table(
 
     def line(label: str, values: Iterable[int]) -> str:
         text = f"  {label}".ljust(label_width)
-        for value in values:
-            text += cell(value)
-        return text.rstrip()
+        cells = "".join(map(cell, values))
+        return (text + cells).rstrip()
 
-    last_domain = ""
-    for name in names:
-        if hidden_count and name == names[-1]:
-            yield Text(
-                f"... {hidden_count} hosts between, --hosts shows them ...",
-                style="dim",
-            )
+    number_before = None
+    domain_before = ""
+    for number in numbers:
+        if not 0 <= number <= last:
+            raise LayoutError(f"there is no host {number}: they go from 0 to {last}.")
+        if number_before is not None and number > number_before + 1:
+            hidden_count = number - number_before - 1
+            yield Text(f"... {hidden_count} hosts between, --hosts shows them ...", style="dim")
             yield Text()
-        domain = ""
-        if within is not None:
-            domain = within.get(name, "")
-        if domain != last_domain:
-            yield Text(domain, "bold underline")
-        last_domain = domain
+        number_before = number
+        name = names[number]
         host_ranks = ranks_of[name]
+        domain = domain_of(domains, host_ranks)
+        if domain != domain_before:
+            yield Text(domain, "bold underline")
+        domain_before = domain
         for start in range(0, len(host_ranks), per_line):
             ranks = host_ranks[start : start + per_line]
             coloured = Text(name.ljust(label_width), style="bold")

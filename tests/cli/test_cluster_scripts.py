@@ -165,6 +165,8 @@ def test_a_script_that_sets_path_anew_hides_no_launch(tmp_path):
         "echo 'PATH=$REAL:$PATH; torchrun t.py --tp 2' > in.sh; sh in.sh",
         'env -i PATH="$PATH" torchrun t.py --tp 2',
         "docker run --rm image bash -c 'touch really_started; torchrun t.py --tp 2'",
+        "docker run image bash -c 'set -e; python prepare.py; torchrun t.py --tp 2'",
+        "docker run -e=TP=2 -eX=3 --ulimit a=-1 image bash -c 'torchrun t.py --tp $TP'",
         "ssh host 'touch really_started; torchrun t.py --tp 2'",
     ],
 )
@@ -183,7 +185,7 @@ def test_no_launcher_and_nothing_of_a_container_is_really_started(script, tmp_pa
 
 def test_nothing_outlives_a_script_that_does_not_end(tmp_path):
     job = tmp_path / "job.sh"
-    job.write_text(f"trap '' TERM; setsid sleep 3{os.getpid()} & sleep 400\n")
+    job.write_text(f"trap '' TERM; nohup sleep 3{os.getpid()} & sleep 400\n")
     assert launches(job, [], 3).status is None
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

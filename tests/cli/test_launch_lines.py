@@ -54,7 +54,8 @@ def test_a_refusal_names_a_remedy_that_works(block, monkeypatch):
     [
         (f"{RUN} --save {'x' * 200_000}", "the launch line is longer than"),
         (f"{RUN} \\\n--tp 4\n--pp 2", "a shell would not leave '--pp' of"),
-        (f"{RUN} \\\r\n--tp 4", "the launch line has carriage returns"),
+        (f"{RUN} \\\r\n--tp 4", "a shell would not leave '--tp' of"),
+        (f"{RUN}\r\n", "a shell would not leave 'pretrain_gpt.py\\r' of"),
         (f"{RUN} --save \\", "a shell would not leave '\\\\' of"),
         (f"{RUN} ~/x", "a shell would not leave '~/x' of"),
         (f"{RUN} *.json", "a shell would not leave '*.json' of"),
@@ -129,6 +130,8 @@ def test_settings_beside_a_command_win_over_it():
     }
     job = job_in("srun --nodelist=a1 python x.py", world_size=64, gpus_per_node=4)
     assert (job.world_size, job.ranks_per_host) == (64, 4)
+    job = job_in("WORLD_SIZE=24 LOCAL_WORLD_SIZE=8 python x.py", gpus_per_node=4)
+    assert (job.world_size, job.ranks_per_host) == (24, 4)
 
 
 def test_sizes_and_a_command_that_mean_the_same_are_the_same_job():

@@ -139,8 +139,9 @@ def test_planning_needs_no_torch(run_in_wheel):
 def test_the_wheel_draws_a_page_without_torch_or_any_extra(run_in_wheel):
     printed = run_in_wheel(
         "sys.modules.update(dict.fromkeys(('torch', 'click', 'rich', 'matplotlib')));"
-        "from hypergrid import GroupPlan, RankLayout;"
+        "from hypergrid import GroupPlan, RankLayout, Topology;"
         "from hypergrid.show.page import page;"
-        "print(len(page(GroupPlan({'decoder': RankLayout(('tp', 'dp'), (8, 2))}), 8)))"
+        "layout = RankLayout(('tp', 'dp'), (8, 2));"
+        "print(len(page(GroupPlan({'decoder': layout}), Topology(layout, 8))))"
     )
     assert int(printed) > 20_000

@@ -116,6 +116,8 @@ def test_a_part_that_is_not_there_is_named_by_doctor_and_report_and_its_conseque
         ps.initialize_model_parallel(2)
         consequence = "every rank takes part in creating every group (torch "
         assert consequence in report(ps.current_state())
+        ps.destroy_model_parallel()
+        dist.destroy_process_group()  # doctor runs in no job
         _, state, remedy = private_parts()
         assert state.startswith(consequence) and remedy
 
