@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ class PointToPoint:
             "frames": [],
             "record_id": record,
             "pg_id": 0,
-            "process_group": [group.group_name, group.group_desc],
+            "process_group": (group.group_name, group.group_desc),
             "collective_seq_id": 0,
             "p2p_seq_id": number,
             "op_id": number,
@@ -113,9 +113,11 @@ class PointToPoint:
         """How many operations were begun."""
         return sum(self._counts.values())
 
-    def entries(self) -> Iterator[dict[str, Any]]:
+    def entries(self) -> list[dict[str, Any]]:
         """The recorded operations, from the oldest to the newest."""
+        entries = []
         for call in list(self._calls):
             is_done = call.is_done
             state = "completed" if is_done else "scheduled"
-            yield {**call.entry, "state": state, "retired": is_done}
+            entries.append({**call.entry, "state": state, "retired": is_done})
+        return entries
