@@ -266,7 +266,7 @@ class Rules:
 
     def _departures(self, ranks: Iterable[int]) -> list[Departure]:
         """Calls that ranks made instead of the one that was due, the clearest first."""
-        departures = self.history.departures(sorted(ranks))
+        departures = self.history.departures(ranks)
         return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
     def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
