@@ -73,7 +73,7 @@ def diagnose(recording: Recording) -> Diagnosis:
     report = _Report(waiting, cause)
     needed = {}
     for rank in sorted(waiting.blocked):
-        needed_ranks = sorted(waiting.needs(rank))
+        needed_ranks = sorted(waiting.needs(rank) - {OUTSIDE})
         needed[rank] = tuple(needed_ranks[:_SHOWN])
     diagnosis = Diagnosis(
         cause.kind,

@@ -153,7 +153,10 @@ class Waiting:
                 self.unseen[rank] = function
         self.guessing = self.unseen.keys() | (self.victims - blocked)
         self.blocked = blocked | self.guessing
-        self.last_ones = self._last_ones()
+        # Who is missed in a call that ranks have only queued may be the one who has to move.
+        missed = set().union(*(wait.missed for wait in self.waits))
+        graph = {rank: self.needs(rank) for rank in self.blocked | missed}
+        self.last_ones = sorted(_last_components(graph), key=min)
 
     def _sort_errors(self) -> None:
         """Tell errors of a rank's own from those that come from other ranks.
@@ -166,7 +169,7 @@ class Waiting:
             error = recording.error
             # Without a stack, the words alone say where it was raised.
             is_of_a_call = (
-                not recording.stack or self._raised_in_a_call(rank) or _OF_A_BACKEND.search(error)
+                not recording.stack or self._is_in_torch(rank) or _OF_A_BACKEND.search(error)
             )
             if is_of_a_call and _NOT_COME.search(error):
                 self.victims.add(rank)
@@ -182,11 +185,10 @@ class Waiting:
             self.raised.add(first)
             self.victims.discard(first)
 
-    def _raised_in_a_call(self, rank: int) -> bool:
-        recording = self.ranks[rank]
-        if not recording.error or not recording.stack:
-            return False
-        return bool(_IN_A_CALL.search(recording.stack[0].file))
+    def _is_in_torch(self, rank: int) -> bool:
+        """Whether it is in a call to torch, or was when it raised."""
+        stack = self.ranks[rank].stack
+        return bool(stack and _IN_A_CALL.search(stack[0].file))
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
@@ -216,36 +218,14 @@ class Waiting:
         size = len(self.world)
         return any(len(group.ranks) == size for group in groups)
 
-    def needs(self, rank: int) -> dict[int, Wait | None]:
-        """The ranks that it waits for, and where; None if that is guessed."""
-        needed: dict[int, Wait | None] = {}
+    def needs(self, rank: int) -> set[int]:
+        """The ranks that it waits for, and OUTSIDE."""
+        needed: set[int] = set()
         if rank in self.guessing:
-            needed |= dict.fromkeys(self.world)
+            needed.update(self.world)
         for wait in self.of.get(rank, []):
-            needed |= dict.fromkeys(wait.missed_by(rank), wait)
-        for other in (rank, OUTSIDE):
-            needed.pop(other, None)
-        return needed
-
-    def _last_ones(self) -> list[set[int]]:
-        # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
-        graph: dict[Any, Iterable[Any]] = {wait: wait.missed for wait in self.waits}
-        for rank, waits in self.of.items():
-            targets: list[Any] = []
-            for wait in waits:
-                if rank in wait.entered:
-                    targets.append(wait)
-                else:
-                    targets += wait.missed_by(rank)
-            graph[rank] = targets
-        graph |= {rank: [None] for rank in self.guessing}
-        graph[None] = self.world if self.guessing else ()
-        last_ones = []
-        for component in _last_components(graph):
-            ranks = component.intersection((OUTSIDE, *self.world))
-            if ranks:
-                last_ones.append(ranks)
-        return sorted(last_ones, key=min)
+            needed |= wait.missed_by(rank)
+        return needed - {rank}
 
     def _unrecorded_function(self, rank: int) -> str:
         """The call to torch, not recorded, that its main thread is in; empty where it is in none.
@@ -296,7 +276,7 @@ class Waiting:
         is_collective_title = [not title.p2p for title in calls.titles]
         is_collective = np.array(is_collective_title, bool)[calls.rows["title"]]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
-        if rank in self.raised and self._raised_in_a_call(rank) and calls:
+        if rank in self.raised and self._is_in_torch(rank) and calls:
             return  # it is not in its last call any more
         ended = _last_numbers(calls, is_collective & calls.rows["done"])
         is_timed = bool(calls.rows["started"].any())
@@ -342,7 +322,7 @@ class Waiting:
             for rank in self.members(group):
                 numbers = self._last_numbers.get(rank, {})
                 last_number = numbers.get(group, _NOWHERE)
-                if last_number < seq or rank in self.gone:
+                if last_number < seq:
                     absent.add(rank)
                     continue
                 called.append(rank)
@@ -479,10 +459,12 @@ class Waiting:
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     """The last number of each group among some calls."""
-    group_of_title = [title.group for title in calls.titles]
-    groups = [group_of_title[place] for place in calls.rows["title"][mask].tolist()]
-    numbers = calls.rows["seq"][mask].tolist()
-    return dict(zip(groups, numbers, strict=True))
+    last_numbers = {}
+    rows = calls.rows[mask]
+    for place, number in zip(rows["title"].tolist(), rows["seq"].tolist(), strict=True):
+        group = calls.titles[place].group
+        last_numbers[group] = number
+    return last_numbers
 
 
 def must_agree(operation: What) -> tuple[str, ...]:
@@ -514,16 +496,16 @@ def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
     return tuple(members[place] for place in places)
 
 
-def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
+def _last_components(graph: Mapping[int, Set[int]]) -> Iterator[set[int]]:
     """The strongly connected components from which no edge leads out.
 
     Of 0 -> 1 -> 2 -> 1 that is {1, 2}: from each of these, all that can be reached leads back.
     """
-    reverse: dict[Any, list[Any]] = defaultdict(list)
+    reverse: dict[int, set[int]] = defaultdict(set)
     for node, targets in graph.items():
         for target in targets:
-            reverse[target].append(node)
-    done: set[Any] = set()
+            reverse[target].add(node)
+    done: set[int] = set()
     for node in (*graph, *reverse):
         if node in done:
             continue
@@ -531,7 +513,7 @@ def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
         behind = _reachable(reverse, node)
         while not ahead <= behind:
             # Some nodes ahead do not lead back: the last component is among them.
-            node = next(iter(ahead - behind))
+            node = min(ahead - behind)
             ahead = _reachable(graph, node)
             behind = _reachable(reverse, node)
         yield ahead
@@ -539,13 +521,12 @@ def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
         done |= behind
 
 
-def _reachable(graph: Mapping[Any, Iterable[Any]], start: Any) -> set[Any]:
+def _reachable(graph: Mapping[int, Set[int]], start: int) -> set[int]:
     """The nodes to which edges lead from one, and that node."""
     reached = {start}
     to_visit = [start]
     while to_visit:
-        for target in graph.get(to_visit.pop(), ()):
-            if target not in reached:
-                reached.add(target)
-                to_visit.append(target)
+        new = graph.get(to_visit.pop(), set()) - reached
+        reached |= new
+        to_visit += new
     return reached
