@@ -112,8 +112,8 @@ class History:
         number_of_kind: dict[Any, int] = {}
         for title in self.recording.titles:
             role = self._role(title)
-            _, _, shapes = title.text.partition("|")
-            kind = (role, title.what.name, shapes)
+            name, _, *shapes = title.what
+            kind = (role, name, *shapes)
             self._role_of[title] = role
             self._kind_of[title] = number_of_kind.setdefault(kind, len(number_of_kind))
 

@@ -10,7 +10,7 @@ import json
 import marshal
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from operator import itemgetter
@@ -31,6 +31,7 @@ from hypergrid.hangs.recording import (
     Recording,
     Stack,
     Title,
+    What,
     has_ended,
 )
 from hypergrid.messages import one_line
@@ -260,10 +261,8 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     rows["completed"] = completed
     rows["done"] = [*map(has_ended, entries)]
     is_whole = not entries[0].get("record_id")
-    is_batch_title = [title.what.name == _BATCH for title in titles]
-    if any(is_batch_title):
-        is_batch = np.array(is_batch_title)[places]
-        is_shown = _end_batches(rows, is_batch, titles, collective_seqs, p2p_seqs)
+    if any(title.what.name == _BATCH for title in titles):
+        is_shown = _end_batches(titles, rows, collective_seqs, p2p_seqs)
         rows = rows[is_shown]
         entries = [*compress(entries, is_shown)]
     # The stack of a call is shown if it has not ended, or is the last one.
@@ -275,38 +274,42 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     return Calls(titles, rows, frames), is_whole
 
 
-def _end_batches(rows: Any, is_batch: Any, titles: Sequence[Title], *seqs: Any) -> Any:
+def _end_batches(titles: Sequence[Title], rows: Any, *seqs: Any) -> list[bool]:
     """Give the operations of each batch the state of its entry; which calls are to be shown.
 
     NCCL's recorder has the state of a batch in an entry behind its operations, which has their
     numbers; they stay "scheduled" for ever.
     """
-    place_of_group: dict[str, int] = {}
-    groups = [place_of_group.setdefault(title.group, len(place_of_group)) for title in titles]
-    keys = np.stack([np.array(groups)[rows["title"]], *seqs])
-    # Entries of one group with equal numbers that follow each other are one batch.
-    is_first = np.any(np.diff(keys, prepend=-1) != 0, axis=0)
-    firsts = np.flatnonzero(is_first)
-    sizes = np.diff(firsts, append=len(rows))
-    size = np.repeat(sizes, sizes)
-    last = np.repeat(firsts + sizes - 1, sizes)
-    is_of_batch = is_batch[last]
+    called = [titles[place] for place in rows["title"].tolist()]
+    groups = [title.group for title in called]
+    keys = list(zip(groups, *(numbers.tolist() for numbers in seqs), strict=True))
+    batch_of = {}
+    for at, title in enumerate(called):
+        if title.what.name == _BATCH:
+            batch_of[keys[at]] = at
+    counts = Counter(keys)
     state = rows[["started", "completed", "done"]]
-    state[is_of_batch] = state[last[is_of_batch]]
-    # Of a batch at the start of a recorder, the operations may have been overwritten.
-    is_alone = size == 1
-    is_alone[0] = False
-    return is_alone | ~is_batch
+    is_shown = []
+    for at, key in enumerate(keys):
+        batch = batch_of.get(key)
+        if batch is not None:
+            state[at] = state[batch]
+        # Of a batch at the start of a recorder, the operations may have been overwritten.
+        is_alone = counts[key] == 1 and at > 0
+        is_shown.append(batch != at or is_alone)
+    return is_shown
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
-    torch_name, label = group
-    text = "|".join([_text(name), *(one_line(str(values)) for values in shapes)])
-    # A "|" in the name would be taken for the end of it.
-    if text.count("|") != len(shapes):
-        raise ValueError("a call has no valid name")
-    name = _text(torch_name)
-    return Title(name, _label(name, label), is_p2p is True, text)
+    torch_name, description = group
+    group_name = _text(torch_name)
+    label = _label(group_name, description)
+    # "gloo:send 0->1", "nccl:_all_gather_base"
+    backend, _, operation = _text(name).rpartition(":")
+    operation_name, _, detail = operation.partition(" ")
+    texts = [one_line(str(values)) for values in shapes]
+    what = What(operation_name.lstrip("_") or "an operation", detail, *texts)
+    return Title(group_name, label, is_p2p is True, backend, what)
 
 
 def _label(name: str, description: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,17 +41,13 @@ class What(NamedTuple):
 
 
 class Title(NamedTuple):
-    """The part that many calls have in common: group, name, sizes and dtypes."""
+    """The part that many calls have in common."""
 
     group: str  # key of ``Recording.groups``
     label: str  # of the group, as torch's recorder has it
     p2p: bool
-    text: str  # equal for calls of the same name, sizes and dtypes; ``what`` takes it apart
-
-    @property
-    def what(self) -> What:
-        """Name, sizes and dtypes."""
-        return _operation_of(self.text)
+    backend: str  # "gloo", "nccl", "nccl2"
+    what: What
 
 
 class Call(NamedTuple):
@@ -122,14 +117,6 @@ class Calls(Sequence[Call]):
         title, *fields = self.rows[place].tolist()
         stack = self.frames.get(place, ())
         return Call._make((self.titles[title], *fields, stack))
-
-
-@lru_cache(maxsize=4096)
-def _operation_of(text: str) -> What:
-    # "gloo:send 0->1|[[4]]|[[4]]|['Float']|['Float']": name, sizes and dtypes of both sides
-    title, *shapes = text.split("|")
-    name, _, detail = title.rpartition(":")[2].partition(" ")
-    return What(name.lstrip("_") or "an operation", detail, *shapes)
 
 
 @dataclass

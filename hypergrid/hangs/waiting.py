@@ -31,7 +31,7 @@ _IN_A_CALL = re.compile(r"/torch/(distributed(?!/checkpoint)|autograd)/|/hypergr
 _OF_A_BACKEND = re.compile(r"/gloo/|nccl|ProcessGroup", re.I)
 _WRAPPER = "c10d_logger.py"  # is around every call of torch's
 _OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
-_PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
+_PAIR = re.compile(r"(\d{1,9})(?:->|<-)(\d{1,9})")
 # The members of a group need not agree on what only one of them gives, or takes.
 _ONLY_INPUTS = ("gather", "reduce")
 _ONLY_OUTPUTS = ("scatter", "broadcast")
@@ -251,7 +251,7 @@ class Waiting:
         for place in np.unique(calls.rows["title"]):
             title = calls.titles[place]
             # NCCL has several backends from torch 2.15 on, whose names begin alike.
-            if title.p2p or title.text.startswith("nccl"):
+            if title.p2p or title.backend.startswith("nccl"):
                 return True
         return False
 
@@ -289,7 +289,7 @@ class Waiting:
                 if call.seq <= ended.get(call.group, _NOWHERE):
                     continue
                 ended[call.group] = _ALL
-            if call.title.text.startswith("gloo"):
+            if call.title.backend.startswith("gloo"):
                 is_entered = True
             elif is_timed:
                 is_entered = call.started > 0
@@ -418,8 +418,7 @@ class Waiting:
             if answer.rank in self.recording.groups[key.group].outside:
                 absent.add(OUTSIDE)
             elif unanswered > 0:
-                first = max(0, len(operations) - unanswered)
-                operation = operations[first]
+                operation = operations[-unanswered:][0]
                 absent.add(answer.rank)
             elif answers and not answers[0].is_entered:
                 behind.add(answer.rank)
@@ -487,13 +486,12 @@ def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
     match = _PAIR.fullmatch(operation.detail)
     if operation.name not in ("send", "recv") or match is None:
         return ()
-    caller, arrow, peer = match.groups()
-    places = [int(caller), int(peer)]
-    if arrow == "<-":
-        places.reverse()
-    if max(places) >= len(members):
+    caller, peer = map(int, match.groups())
+    if max(caller, peer) >= len(members):
         return ()
-    return tuple(members[place] for place in places)
+    if operation.name == "recv":
+        caller, peer = peer, caller
+    return members[caller], members[peer]
 
 
 def _last_components(graph: Mapping[int, Set[int]]) -> Iterator[set[int]]:
