@@ -11,14 +11,12 @@ from __future__ import annotations
 import gc
 import io
 import math
-import os
+import multiprocessing
 import pickle
 import resource
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +28,7 @@ _BYTES_OF_A_BYTE = 64
 _SECONDS = 0.5  # of the processor, of which the system counts whole ones
 _SECONDS_OF_A_MIB = 0.25  # 0.03 are needed
 _Answer = TypeVar("_Answer")
+_FORK = multiprocessing.get_context("fork")
 
 
 class Refused(Exception):
@@ -97,13 +96,10 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
-        self.answers, answers = Pipe(duplex=False)
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                _work(self.load, [*self.paths], self.failed, answers)
-            finally:
-                os._exit(0)
+        self.answers, answers = _FORK.Pipe(duplex=False)
+        arguments = (self.load, [*self.paths], self.failed, answers)
+        self.process = _FORK.Process(target=_work, args=arguments, daemon=True)
+        self.process.start()
         answers.close()  # so that the end of the process is the end of the pipe
 
     def next(self) -> Any:
@@ -120,11 +116,9 @@ class _Worker:
 
     def end(self) -> None:
         """End the process, if it has not ended."""
-        if self.pid:
-            self.answers.close()
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.pid = 0
+        self.answers.close()
+        self.process.kill()
+        self.process.join()
 
 
 def _work(
@@ -157,7 +151,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int:
-    """The bytes that this process has; 0 where the system does not say."""
+    """The bytes that this process has; more than it can need where the system does not say."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[0]
     except OSError:

@@ -21,18 +21,13 @@ _PEERS = {"send": "dstRank", "recv": "srcRank"}  # torch's names of the argument
 
 @dataclass(slots=True)
 class _Call:
-    """A send or receive: its entry with the keys of torch's recorder, and its handle."""
+    """A send or receive: its entry with the keys of torch's recorder, and its handle.
+
+    Before it has a handle, the process is still in the call.
+    """
 
     entry: dict[str, Any]
-    work: weakref.ref[Work] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its handle has been waited for, or dropped."""
-        if self.work is None:
-            return False  # the process is still in the call
-        work = self.work()
-        return work is None or bool(work.is_completed())
+    handle: weakref.ref[Work] | None = None
 
 
 class PointToPoint:
@@ -74,7 +69,7 @@ class PointToPoint:
             call = self._begin(kind, group, tensors, peer)
             # The call is recorded before it is made: the process may stay in it.
             work = original(group, tensors, *args, **named)
-            call.work = weakref.ref(work)
+            call.handle = weakref.ref(work)
             return work
 
         return recording
@@ -117,7 +112,11 @@ class PointToPoint:
         """The recorded operations, from the oldest to the newest."""
         entries = []
         for call in list(self._calls):
-            is_done = call.is_done
+            is_done = False
+            if call.handle is not None:
+                # A handle that nobody holds any more was waited for, or dropped.
+                work = call.handle()
+                is_done = work is None or work.is_completed()
             state = "completed" if is_done else "scheduled"
             entries.append({**call.entry, "state": state, "retired": is_done})
         return entries

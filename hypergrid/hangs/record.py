@@ -133,7 +133,6 @@ class Recorder:
         self._rank: int | None = None
         self._writing = threading.Lock()
         self._groups: object = None  # names and labels of those that were written
-        self._warned: set[str] = set()  # the faults that were warned of
         self.pid = os.getpid()
         self._request_seen = self._request()
         # The exception that ended the script: a process can stay for long after that.
@@ -290,16 +289,12 @@ class Recorder:
     # The content of the files.
 
     def _attempt(self, write: Callable[[], object]) -> None:
-        """Nothing that goes wrong here ends a job: it is warned of, once each."""
+        """Nothing that goes wrong here ends a job: it is warned of, which Python shows once."""
         try:
             write()
         except Exception as error:
-            fault = in_words(error)
-            if fault in self._warned:
-                return
-            self._warned.add(fault)
-            text = f"hypergrid.record to {self._directory}: {fault}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            text = f"hypergrid.record to {self._directory}: {in_words(error)}"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
 
     def _write_groups(self) -> None:
         try:

@@ -262,7 +262,9 @@ class Waiting:
         return int(max(times))
 
     def _call_of(self, rank: int, group: str, seq: int) -> Call | None:
-        """The collective with this number that a rank made."""
+        """The collective with this number that a rank made, if its recorder still has it."""
+        if rank not in self.ranks:
+            return None
         calls = self.ranks[rank].calls
         for at in np.flatnonzero(calls.rows["seq"] == seq).tolist():
             call = calls[at]
@@ -311,53 +313,38 @@ class Waiting:
         pending_in: dict[tuple[int, str], _Pending] = {}  # of a rank, in a group
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
-                call = pending.call
-                if not call.p2p:
-                    pending_at[call.group, call.seq][rank] = pending
-                    pending_in[rank, call.group] = pending
+                group, seq = pending.call.group, pending.call.seq
+                if not pending.call.p2p:
+                    pending_at[group, seq][rank] = pending
+                    pending_in[rank, group] = pending
         for (group, seq), pending_of in pending_at.items():
-            absent = set()
-            called = []
-            behind = set()
+            absent: set[int] = set()
+            behind: set[int] = set()
+            # By what must be the same for all ranks.
+            calls_of: dict[tuple[str, ...], dict[int, Call]] = defaultdict(dict)
             for rank in self.members(group):
-                numbers = self._last_numbers.get(rank, {})
-                last_number = numbers.get(group, _NOWHERE)
-                if last_number < seq:
+                call = self._call_of(rank, group, seq)
+                if call is not None:
+                    calls_of[must_agree(call.what)][rank] = call
+                # One whose recorder has overwritten its call came long ago: nobody misses it.
+                elif self._last_numbers.get(rank, {}).get(group, _NOWHERE) < seq:
                     absent.add(rank)
-                    continue
-                called.append(rank)
                 first = pending_in.get((rank, group))
-                if first is None:
-                    continue
                 # It is in an earlier call of the group, or has queued this one.
-                if (first.call.seq, first.is_entered) < (seq, True):
+                if first is not None and (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
             outside = self.recording.groups[group].outside
             if outside:
                 absent = (absent - outside) | {OUTSIDE}
-            alike = self._alike(group, seq, called)
-            # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
+            alike = sorted(calls_of.values(), key=len)
+            if len(alike) > 1:
+                self.unequal[group, seq] = alike
             recorded = set().union(*alike)
             for calls in alike:
                 inside = {rank: pending_of[rank] for rank in calls if rank in pending_of}
                 unlike = recorded - calls.keys()
                 if inside:
                     self._add_wait(inside, absent, unlike, behind & calls.keys())
-
-    def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
-        """The calls of ranks, by what must be the same for all of them, the most last."""
-        calls_of: dict[tuple[str, ...], dict[int, Call]] = {}
-        for rank in ranks:
-            call = self._call_of(rank, group, seq)
-            if call is None:
-                continue
-            key = must_agree(call.what)
-            calls = calls_of.setdefault(key, {})
-            calls[rank] = call
-        alike = sorted(calls_of.values(), key=len)
-        if len(alike) > 1:
-            self.unequal[group, seq] = alike
-        return alike
 
     def _add_wait(
         self,

