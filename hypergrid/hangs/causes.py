@@ -153,18 +153,12 @@ class Rules:
     def _missed(self, kind: Kind, named: set[int]) -> Cause:
         """The ranks that are missed in the first of all calls that wait for one of them."""
         waits = self._waits_for(named)
-        first = min(waits, key=lambda wait: self._lateness(named, wait), default=None)
+        first = min(waits, key=lambda wait: (wait.at, -wait.ns), default=None)
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, first)
         if first is not None:
             named = named & first.missed
         return Cause(kind, tuple(sorted(named)), first, doubt=doubt)
-
-    def _lateness(self, named: set[int], wait: Wait) -> tuple[bool, int, int]:
-        """Whether the call is not due, how late in the program it is, and how short its wait."""
-        missed_rank = min(named & wait.missed)
-        is_due = self.history.is_due(missed_rank, wait.call)
-        return (not is_due, wait.at, -wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         """The calls in which at least one of the ranks is missed."""
@@ -176,22 +170,21 @@ class Rules:
         suspects = set(free)
         for wait in waits:
             suspects |= wait.inside
-        departures = self._departures(suspects)
+        departures = self.history.departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
-        without_dump = free & self.waiting.gone
-        if without_dump and not guilty and not self._most_are_gone():
+        gone = self.waiting.gone
+        without_dump = free & gone
+        are_most_known = 2 * len(gone) <= len(self.waiting.world)
+        if without_dump and not guilty and are_most_known:
             # What a rank did may have ended another, far from where it is missed.
             recorded_ranks = self.ranks.keys() - without_dump
-            for departure in self._departures(recorded_ranks):
+            for departure in self.history.departures(recorded_ranks):
                 if self._is_late(departure):
                     guilty.append(departure)
         cause = self._departed(guilty, waits)
         if cause is None:
             cause = self._minority(waits, departures)
         return cause
-
-    def _most_are_gone(self) -> bool:
-        return 2 * len(self.waiting.gone) > len(self.waiting.world)
 
     def _is_late(self, departure: Departure) -> bool:
         """Whether it is of the last calls, and nobody made the calls of this rank in that order.
@@ -214,7 +207,7 @@ class Rules:
         waits = []
         for rank in sorted(within):
             waits += waiting.of.get(rank, [])
-        departures = self._departures(within)
+        departures = self.history.departures(within)
         strong = [departure for departure in departures if departure.score == _BOTH]
         cause = (
             self._departed(strong, waits)
@@ -268,11 +261,6 @@ class Rules:
             ranks = sorted(named)
             return Cause("mismatch", tuple(ranks), wait, departure=departure, doubt="either")
         return None
-
-    def _departures(self, ranks: Iterable[int]) -> list[Departure]:
-        """Calls that ranks made instead of the one that was due, the clearest first."""
-        departures = self.history.departures(ranks)
-        return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
     def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
         """The ranks that most clearly did not do what was due."""

@@ -139,11 +139,13 @@ class History:
         count = len(self._tokens[rank])
         return range(max(0, count - _RECENT), count)
 
-    def departures(self, ranks: Iterable[int]) -> Iterator[Departure]:
-        """Of each rank the call that was least expected; none of those that did as always.
+    def departures(self, ranks: Iterable[int]) -> list[Departure]:
+        """Of each rank the call that was least expected, the clearest first.
 
-        By its own past only, where nobody did the same until then.
+        None of those that did as always. By its own past only, where nobody did the same until
+        then.
         """
+        least_expected = []
         for rank in sorted(self._tokens.keys() & ranks):
             departures = {}
             # Where both are known, what other ranks did counts.
@@ -154,10 +156,12 @@ class History:
             # What a rank has queued behind the call that it is in holds nobody up.
             pending = np.flatnonzero(~self.recording.ranks[rank].calls.rows["done"])
             stop = int(pending[0]) if len(pending) else len(self._tokens[rank])
-            yield max(
+            clearest = max(
                 departures.values(),
                 key=lambda departure: (departure.score, departure.at <= stop, departure.at),
             )
+            least_expected.append(clearest)
+        return sorted(least_expected, key=lambda departure: departure.weight, reverse=True)
 
     def is_confirmed(self, rank: int) -> bool:
         """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
@@ -182,13 +186,6 @@ class History:
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
-
-    def is_due(self, rank: int, call: Call) -> bool:
-        """Whether a rank usually makes such a call after its last one."""
-        if rank not in self._tokens:
-            return False
-        next_place = len(self._tokens[rank])
-        return self._usual_kind(rank, next_place) == self._kind_of[call.title]
 
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made this call after the same one, or as its first."""

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias
 
-import torch.distributed as dist
-
 from hypergrid import of_torch
 from hypergrid.agreement import store
 from hypergrid.files import check_private, replace
@@ -139,10 +137,9 @@ class Recorder:
         self._raised: tuple[str, list[_Row]] | None = None
         self._calls: dict[str, int] = {}  # how many of each group, and since when
         self._recorded_calls: dict[str, int] | None = None  # at the last recording that is kept
-        self._life = {
-            "started_ns": time.time_ns(),
-            "job": _job(),
-        }
+        # The launcher's name of the job, where it says one.
+        job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
+        self._life = {"started_ns": time.time_ns(), "job": job}
         self._since: float | None = None  # None: this rank has written for these
         directory.mkdir(parents=True, exist_ok=True)
         check_private(directory)
@@ -400,19 +397,12 @@ class Recorder:
         replace(self._directory / name, data)
 
 
-def _names_of_groups() -> tuple[list[str], list[str]] | None:
-    """Torch's names of all groups and the labels of ours; None where there is no default group."""
-    if not dist.is_initialized():
-        return None
+def _names_of_groups() -> tuple[list[str], list[str]]:
+    """Torch's names of all groups, and the labels of ours."""
     labels = []
     for owner in pool.live_pools():
         labels += [pooled.label for pooled in owner.groups]
     return list(of_torch.registered_groups().values()), labels
-
-
-def _job() -> str:
-    """The launcher's name of the job; empty where it does not say."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
 
 
 def _raised(error: BaseException) -> tuple[str, list[_Row]]:
