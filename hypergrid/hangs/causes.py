@@ -172,10 +172,9 @@ class Rules:
             suspects |= wait.inside
         departures = self.history.departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
-        gone = self.waiting.gone
-        without_dump = free & gone
-        are_most_known = 2 * len(gone) <= len(self.waiting.world)
-        if without_dump and not guilty and are_most_known:
+        without_dump = free & self.waiting.gone
+        has_most_dumps = 2 * len(self.waiting.gone) <= len(self.waiting.world)
+        if without_dump and not guilty and has_most_dumps:
             # What a rank did may have ended another, far from where it is missed.
             recorded_ranks = self.ranks.keys() - without_dump
             for departure in self.history.departures(recorded_ranks):

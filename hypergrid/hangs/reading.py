@@ -305,11 +305,11 @@ def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     group_name = _text(torch_name)
     label = _label(group_name, description)
     # "gloo:send 0->1", "nccl:_all_gather_base"
-    backend, _, operation = _text(name).rpartition(":")
-    operation_name, _, detail = operation.partition(" ")
+    backend, _, call = _text(name).rpartition(":")
+    call_name, _, detail = call.partition(" ")
     texts = [one_line(str(values)) for values in shapes]
-    what = What(operation_name.lstrip("_") or "an operation", detail, *texts)
-    return Title(group_name, label, is_p2p is True, backend, what)
+    operation = What(call_name.lstrip("_") or "an operation", detail, *texts)
+    return Title(group_name, label, is_p2p is True, backend, operation)
 
 
 def _label(name: str, description: Any) -> str:
@@ -365,7 +365,7 @@ class _Reader:
         self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)  # by name and members
         self.members_of: dict[tuple[int, str], Ranks] = {}  # of a rank's group of this name
         self.groups: dict[str, Group] = {}
-        self.titles: list[Title] = []
+        self.titles: list[Title] = []  # that all calls refer to; complete at the end
         self.place_of: dict[Title, int] = {}
 
     def add(self, path: Path, loaded: _Loaded) -> None:
@@ -398,6 +398,7 @@ class _Reader:
                 self.groups[self._key(name, members)] = group
         for rank, recording in self.ranks.items():
             recording.calls = self._with_keys(rank, recording.calls)
+        self.titles.extend(self.place_of)
         world_size = self._world_size()
         for group in self.groups.values():
             group.outside = self._outside(group, world_size)
@@ -448,10 +449,8 @@ class _Reader:
             key = self._key(title.group, self.members_of.get((rank, title.group), ()))
             self.groups.setdefault(key, Group(title.group, title.label))
             title = title._replace(group=key)
-            if title not in self.place_of:
-                self.place_of[title] = len(self.titles)
-                self.titles.append(title)
-            places.append(self.place_of[title])
+            place = self.place_of.setdefault(title, len(self.place_of))
+            places.append(place)
         rows = calls.rows.copy()
         rows["title"] = np.array(places, np.int64)[rows["title"]]
         return Calls(self.titles, rows, calls.frames)

@@ -313,10 +313,10 @@ class Waiting:
         pending_in: dict[tuple[int, str], _Pending] = {}  # of a rank, in a group
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
-                group, seq = pending.call.group, pending.call.seq
-                if not pending.call.p2p:
-                    pending_at[group, seq][rank] = pending
-                    pending_in[rank, group] = pending
+                title = pending.call.title
+                if not title.p2p:
+                    pending_at[title.group, pending.call.seq][rank] = pending
+                    pending_in[rank, title.group] = pending
         for (group, seq), pending_of in pending_at.items():
             absent: set[int] = set()
             behind: set[int] = set()
@@ -421,14 +421,12 @@ class Waiting:
         ended: Counter[_PairKey] = Counter()
         for recording in self.ranks.values():
             calls = recording.calls
-            ended_titles = calls.rows["title"][calls.rows["done"]]
-            places, counts = np.unique(ended_titles, return_counts=True)
-            for place, count in zip(places, counts, strict=True):
-                title = calls.titles[place]
-                key = self._pair_key(title)
+            places = calls.rows["title"][calls.rows["done"]].tolist()
+            for place, count in Counter(places).items():
+                key = self._pair_key(calls.titles[place])
                 # What the other rank did is known only from its own recorder.
                 if key is not None and whole.issuperset(key.ranks):
-                    ended[key] += int(count)
+                    ended[key] += count
         return ended
 
     def _pair_key(self, title: Title) -> _PairKey | None:
@@ -476,9 +474,8 @@ def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
     caller, peer = map(int, match.groups())
     if max(caller, peer) >= len(members):
         return ()
-    if operation.name == "recv":
-        caller, peer = peer, caller
-    return members[caller], members[peer]
+    ranks = (members[caller], members[peer])
+    return ranks if operation.name == "send" else ranks[::-1]
 
 
 def _last_components(graph: Mapping[int, Set[int]]) -> Iterator[set[int]]:
