@@ -90,8 +90,10 @@ def read(
     """
     reader = _Reader()
     paths = _paths(Path(directory))
-    answers = load_all(_load, paths, _refused, processes)
+    answers = load_all(_load, paths, processes)
     for number, (path, loaded) in enumerate(zip(paths, answers, strict=True)):
+        if isinstance(loaded, Refused):
+            loaded = _Loaded(problem=f"was refused: {loaded}")
         reader.add(path, loaded)
         if progress is not None:
             progress(number + 1, len(paths))
@@ -128,7 +130,7 @@ class _Loaded(NamedTuple):
 
 
 def _load(path: Path) -> _Loaded:
-    """Load a file; a fault is in the result, and is not raised."""
+    """Load a file; a fault is in the result, and only Refused and MemoryError are raised."""
     try:
         status = path.stat()
         if status.st_size > _MOST_BYTES:
@@ -153,16 +155,10 @@ def _load(path: Path) -> _Loaded:
         if "groups" in data and "pid" in data:
             return _groups(data)
         return _Loaded()
-    except Refused as error:
-        return _refused(str(error))
-    except MemoryError:
+    except (Refused, MemoryError):
         raise
     except Exception as error:  # a damaged file can raise nearly anything
         return _Loaded(problem=_unreadable(str(error) or type(error).__name__))
-
-
-def _refused(why: str) -> _Loaded:
-    return _Loaded(problem=f"was refused: {why}")
 
 
 def _opener(path: str, flags: int) -> int:
