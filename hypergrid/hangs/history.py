@@ -265,8 +265,10 @@ class History:
             followers = self._followers.get(pasts[at], {})
             departures = []
             for due_token, makers in followers.items():
+                if due_token == tokens[at]:
+                    continue
                 due = self._call(makers.rank, makers.at)
-                if due_token == tokens[at] or not self.can_make(rank, due):
+                if not self.can_make(rank, due):
                     continue
                 # Only who can make both calls has chosen between them.
                 call = self._call(rank, at)

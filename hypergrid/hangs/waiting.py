@@ -74,9 +74,9 @@ class Wait:
 
     def missed_by(self, rank: int) -> Set[int]:
         """The ranks for whom one rank waits: who has only queued it waits for who is not there."""
-        if rank in self.entered:
-            return self.missed
-        return self.absent | self.unlike
+        if rank in self.behind:
+            return self.absent | self.unlike
+        return self.missed
 
 
 # A call by its group and its number there.
@@ -153,10 +153,7 @@ class Waiting:
                 self.unseen[rank] = function
         self.guessing = self.unseen.keys() | (self.victims - blocked)
         self.blocked = blocked | self.guessing
-        # Who is missed in a call that ranks have only queued may be the one who has to move.
-        missed = set().union(*(wait.missed for wait in self.waits))
-        graph = {rank: self.needs(rank) for rank in self.blocked | missed}
-        self.last_ones = sorted(_last_components(graph), key=min)
+        self.last_ones = self._last_ones()
 
     def _sort_errors(self) -> None:
         """Tell errors of a rank's own from those that come from other ranks.
@@ -226,6 +223,25 @@ class Waiting:
         for wait in self.of.get(rank, []):
             needed |= wait.missed_by(rank)
         return needed - {rank}
+
+    def _last_ones(self) -> list[set[int]]:
+        # A rank leads to its waits, and a wait to all that it misses: far fewer edges than from
+        # rank to rank. None is the guess, any rank.
+        graph: dict[Any, Iterable[Any]] = {None: self.world if self.guessing else ()}
+        for wait in self.waits:
+            graph[wait, True] = wait.absent | wait.unlike
+            graph[wait, False] = wait.missed
+        for rank, waits in self.of.items():
+            nodes = [(wait, rank in wait.behind) for wait in waits]
+            # Of a call that all have queued, nobody may be missed.
+            graph[rank] = [node for node in nodes if graph[node]]
+        graph |= {rank: [None] for rank in self.guessing}
+        last_ones = []
+        for component in _last_components(graph):
+            ranks = {node for node in component if isinstance(node, int)}
+            if ranks:
+                last_ones.append(ranks)
+        return sorted(last_ones, key=min)
 
     def _unrecorded_function(self, rank: int) -> str:
         """The call to torch, not recorded, that its main thread is in; empty where it is in none.
@@ -478,16 +494,16 @@ def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
     return ranks if operation.name == "send" else ranks[::-1]
 
 
-def _last_components(graph: Mapping[int, Set[int]]) -> Iterator[set[int]]:
+def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
     """The strongly connected components from which no edge leads out.
 
     Of 0 -> 1 -> 2 -> 1 that is {1, 2}: from each of these, all that can be reached leads back.
     """
-    reverse: dict[int, set[int]] = defaultdict(set)
+    reverse: dict[Any, list[Any]] = defaultdict(list)
     for node, targets in graph.items():
         for target in targets:
-            reverse[target].add(node)
-    done: set[int] = set()
+            reverse[target].append(node)
+    done: set[Any] = set()
     for node in (*graph, *reverse):
         if node in done:
             continue
@@ -495,7 +511,7 @@ def _last_components(graph: Mapping[int, Set[int]]) -> Iterator[set[int]]:
         behind = _reachable(reverse, node)
         while not ahead <= behind:
             # Some nodes ahead do not lead back: the last component is among them.
-            node = min(ahead - behind)
+            node = next(iter(ahead - behind))
             ahead = _reachable(graph, node)
             behind = _reachable(reverse, node)
         yield ahead
@@ -503,12 +519,12 @@ def _last_components(graph: Mapping[int, Set[int]]) -> Iterator[set[int]]:
         done |= behind
 
 
-def _reachable(graph: Mapping[int, Set[int]], start: int) -> set[int]:
+def _reachable(graph: Mapping[Any, Iterable[Any]], start: Any) -> set[Any]:
     """The nodes to which edges lead from one, and that node."""
     reached = {start}
     to_visit = [start]
     while to_visit:
-        new = graph.get(to_visit.pop(), set()) - reached
+        new = set(graph.get(to_visit.pop(), ())) - reached
         reached |= new
         to_visit += new
     return reached
