@@ -11,14 +11,12 @@ from __future__ import annotations
 import gc
 import io
 import math
-import os
+import multiprocessing
 import pickle
 import resource
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +28,11 @@ _BYTES_OF_A_BYTE = 64
 _SECONDS = 0.5  # of the processor, of which the system counts whole ones
 _SECONDS_OF_A_MIB = 0.25  # 0.03 are needed
 _Answer = TypeVar("_Answer")
+_FORK = multiprocessing.get_context("fork")
 
 
 class Refused(Exception):
-    """The file has more than the plain data that a recorder writes, or stands for too much."""
+    """A file has more than the plain data that a recorder writes, or stands for too much."""
 
 
 class _Plain(pickle.Unpickler):
@@ -62,18 +61,17 @@ def unpickled(data: bytes) -> Any:
 def load_all(
     load: Callable[[Path], _Answer],
     paths: Sequence[Path],
-    failed: Callable[[str], _Answer],
     processes: int,
-) -> Iterator[_Answer]:
+) -> Iterator[_Answer | Refused]:
     """``load`` of each path, in their order, called by so many forked processes.
 
-    Of a file that ends its process, ``failed`` with the reason. A process loads the next file only
-    when its last answer was taken.
+    Refused of a file for which ``load`` raises that, and of one that ends its process. A process
+    loads the next file only when its last answer was taken.
     """
     count = max(1, min(processes, len(paths) // _LEAST_FILES))
     workers = []
     for number in range(count):
-        workers.append(_Worker(load, paths[number::count], failed))
+        workers.append(_Worker(load, paths[number::count]))
     try:
         for number in range(len(paths)):
             yield workers[number % count].next()
@@ -85,25 +83,16 @@ def load_all(
 class _Worker:
     """A process that loads some files, and the next one where a file has ended it."""
 
-    def __init__(
-        self,
-        load: Callable[[Path], Any],
-        paths: Sequence[Path],
-        failed: Callable[[str], Any],
-    ) -> None:
+    def __init__(self, load: Callable[[Path], Any], paths: Sequence[Path]) -> None:
         self.load = load
-        self.failed = failed
         self.paths = deque(paths)
         self._start()
 
     def _start(self) -> None:
-        self.answers, answers = Pipe(duplex=False)
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                _work(self.load, [*self.paths], self.failed, answers)
-            finally:
-                os._exit(0)
+        self.answers, answers = _FORK.Pipe(duplex=False)
+        arguments = (self.load, [*self.paths], answers)
+        self.process = _FORK.Process(target=_work, args=arguments, daemon=True)
+        self.process.start()
         answers.close()  # so that the end of the process is the end of the pipe
 
     def next(self) -> Any:
@@ -115,24 +104,17 @@ class _Worker:
             self.end()
             if self.paths:
                 self._start()
-            return self.failed("it takes more memory or time than its size explains")
+            return Refused("it takes more memory or time than its size explains")
         return pickle.loads(answer)
 
     def end(self) -> None:
         """End the process, if it has not ended."""
-        if self.pid:
-            self.answers.close()
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.pid = 0
+        self.answers.close()
+        self.process.kill()
+        self.process.join()
 
 
-def _work(
-    load: Callable[[Path], Any],
-    paths: Sequence[Path],
-    failed: Callable[[str], Any],
-    answers: Any,
-) -> None:
+def _work(load: Callable[[Path], Any], paths: Sequence[Path], answers: Any) -> None:
     gc.disable()  # there are no cycles to find among millions of new objects
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = _address_space()
@@ -143,8 +125,10 @@ def _work(
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
         try:
             answer = pickle.dumps(load(path), protocol=5)
+        except Refused as error:
+            answer = pickle.dumps(error)
         except MemoryError:
-            answer = pickle.dumps(failed("it takes more memory than its size explains"))
+            answer = pickle.dumps(Refused("it takes more memory than its size explains"))
         answers.send_bytes(answer)
 
 
@@ -157,7 +141,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int:
-    """The bytes that this process has; 0 where the system does not say."""
+    """The bytes that this process has; more than it can need where the system does not say."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[0]
     except OSError:

@@ -7,7 +7,6 @@ rank and that for several: ``{inside:waits|wait}`` is "rank 3 waits", or "ranks 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 
 from hypergrid.hangs.recording import Call, Frame
@@ -83,11 +82,10 @@ DOUBTS = {
     "which": "which of them did not do what was due cannot be seen",
 }
 # Torch, in whichever directory it is (a job's own may be called torch too), the standard library,
-# and this package.
+# which has no relative paths, and this package.
 _FOREIGN = re.compile(
     r"/torch/(_\w+|amp|autograd|cuda|distributed|fx|multiprocessing|nn|optim|utils|functional\.py)\b"
-    r"|/hypergrid/(groups|agreement|hangs)/|/lib/python[^/]*/(?!(site|dist)-packages)|^<frozen|"
-    rf"^({'|'.join(sorted(sys.stdlib_module_names))})\.py$"
+    r"|/hypergrid/(groups|agreement|hangs)/|/lib/python[^/]*/(?!(site|dist)-packages)|^<frozen"
 )
 
 

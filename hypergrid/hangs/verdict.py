@@ -73,7 +73,7 @@ def diagnose(recording: Recording) -> Diagnosis:
     report = _Report(waiting, cause)
     needed = {}
     for rank in sorted(waiting.blocked):
-        needed_ranks = sorted(waiting.needs(rank))
+        needed_ranks = sorted(waiting.needs(rank) - {OUTSIDE})
         needed[rank] = tuple(needed_ranks[:_SHOWN])
     diagnosis = Diagnosis(
         cause.kind,
@@ -192,10 +192,9 @@ class _Report:
             return self._say("deadlock", circle=Members(cause.ranks), calls=where)
         texts = []
         # All are in calls that are not recorded.
-        ranks_in: dict[str, list[int]] = defaultdict(list)
+        ranks_in: dict[str, set[int]] = defaultdict(set)
         for rank in (*cause.ranks, *self.waiting.unseen):
-            if rank not in ranks_in[self.waiting.unseen[rank]]:
-                ranks_in[self.waiting.unseen[rank]].append(rank)
+            ranks_in[self.waiting.unseen[rank]].add(rank)
         for function, ranks in ranks_in.items():
             texts.append(f"{Members(ranks):is|are} in {function}")
         return f"{', and '.join(texts)}."

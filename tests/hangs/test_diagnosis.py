@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hypergrid.hangs.reading import read
-from hypergrid.hangs.sentences import lasting
+from hypergrid.hangs.recording import Frame
+from hypergrid.hangs.sentences import lasting, place_of
 from hypergrid.hangs.verdict import diagnose
 from tests.support import recorded
 from tests.support.peer import torchfrtrace
@@ -270,6 +271,12 @@ def test_members_that_the_recorder_lacks_come_from_hypergrid_dump(job):
     diagnosis = job.verdict(missing=[2])
     assert (diagnosis.ranks, diagnosis.group) == ((2,), "my TENSOR")
     assert "(pid 1002 on host0)" in diagnosis.sentence
+
+
+def test_a_script_that_is_called_as_a_module_of_python_is_the_job_s_own():
+    """Such as "python profile.py", whose frames have that name."""
+    stack = [Frame("/usr/lib/python3.11/threading.py", 327, "wait"), Frame("profile.py", 7, "step")]
+    assert place_of(stack) == "step (profile.py:7)"
 
 
 def test_durations_have_two_units():

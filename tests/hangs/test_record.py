@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroup
 import hypergrid
 from compat import parallel_state as ps
 from compat.cli.asking import ask
-from hypergrid import AgreementError, HyperCommGrid
+from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import pool
 from hypergrid.hangs.reading import read
 from hypergrid.hangs.verdict import diagnose
-from tests.support import ROOT
+from tests.support import ROOT, recorded
 from tests.support.forked import on_ranks
 
 
@@ -44,6 +44,11 @@ def recorder(tmp_path):
 
 def stack_of(directory, rank=0):
     return json.loads((directory / f"stack_{rank}.json").read_text())
+
+
+def trace_of(directory, rank=0):
+    """The calls that the rank wrote."""
+    return pickle.loads((directory / f"trace_{rank}").read_bytes())["entries"]
 
 
 def functions(directory, rank=0):
@@ -113,7 +118,7 @@ def test_a_request_has_all_written_while_the_main_thread_sits_in_a_collective(ra
         assert content["error"] is None and content["threads"][0]["main"]
         assert "hypergrid-record" in [thread["name"] for thread in content["threads"]]
         assert {"all_reduce", "run_ranks"} <= {*functions(tmp_path)}
-        last = pickle.loads((tmp_path / "trace_0").read_bytes())["entries"][-1]
+        last = trace_of(tmp_path)[-1]
         assert last["profiling_name"] == "gloo:all_reduce" and not last["retired"]
         assert last["input_sizes"] == [[3]]
         assert not [*tmp_path.glob("*_0.*.part")]  # this rank may still write its own
@@ -185,24 +190,55 @@ def test_point_to_point_operations_are_recorded_on_request(rank, tmp_path):
     start = (dist.isend, dist.irecv)[rank]
     work = start(tensor.long(), 1 - rank)
     recorder.write("test")
-    first, second = stack_of(tmp_path, rank)["p2p"]
+    *_, broadcast, first, second = trace_of(tmp_path, rank)
+    assert broadcast["profiling_name"] == "gloo:broadcast"
     assert first["profiling_name"] == ("gloo:send 0->1", "gloo:recv 1<-0")[rank]
     assert (first["input_sizes"], first["input_dtypes"]) == ([[2, 3]], ["float32"])
-    assert first["process_group"] == ["0", "default_pg"]
+    assert first["process_group"] == ("0", "default_pg")
     assert (first["retired"], first["p2p_seq_id"]) == (True, 1)
     assert (second["retired"], second["p2p_seq_id"]) == (False, 2)
-    trace = pickle.loads((tmp_path / f"trace_{rank}").read_bytes())
-    assert first.keys() >= trace["entries"][-1].keys() - {"thread_id", "thread_name"}
+    assert first.keys() >= broadcast.keys() - {"thread_id", "thread_name"}
     work.wait()
     for _ in range(2100):
         start(tensor, 1 - rank).wait()
     recorder.write("test")
-    entries = stack_of(tmp_path, rank)["p2p"]
+    entries = [entry for entry in trace_of(tmp_path, rank) if entry["is_p2p"]]
     assert len(entries) == 2000 and all(entry["retired"] for entry in entries)
+    assert not read(tmp_path).ranks[rank].whole, "the first of them are lost"
     recorder.close()
     assert patched_methods() == originals
     start(tensor, 1 - rank).wait()
     dist.barrier()
+
+
+def test_what_one_of_two_recorders_lost_is_lost_in_the_file_of_both(
+    recorder, tmp_path, monkeypatch
+):
+    """NCCL's has lost its first calls, and an earlier one of another backend is the first left."""
+    groups = {"0": ("default_pg", [0, 1])}
+    rank = recorded.Rank(0, groups, "gloo").call("0")
+    others = recorded.Rank(0, groups)
+    for _ in range(5):
+        others.call("0", after=10)
+    del others.entries[:3]
+    dumps = [pickle.dumps(others.dump()), pickle.dumps(rank.dump())]
+    monkeypatch.setattr(of_torch, "recorded", lambda stacks: dumps)
+    recorder.write("test")
+    recording = read(tmp_path).ranks[0]
+    assert [call.title.backend for call in recording.calls] == ["gloo", "nccl", "nccl"]
+    assert not recording.whole
+
+
+def test_the_main_thread_is_written_where_there_are_more_threads_than_are_kept(recorder, tmp_path):
+    end = threading.Event()
+    others = [threading.Thread(target=end.wait) for _ in range(110)]
+    for thread in others:
+        thread.start()
+    recorder.write("test")
+    end.set()
+    for thread in others:
+        thread.join()
+    assert read(tmp_path).ranks[0].stack
 
 
 # How a script ends.
@@ -324,7 +360,7 @@ def test_a_directory_that_is_lost_ends_no_job(recorder, tmp_path):
 def test_a_write_that_fails_names_the_directory_once_and_leaves_no_part(recorder, tmp_path):
     (tmp_path / "trace_0").mkdir()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         recorder.write("test")
         recorder.write("test")
     (message,) = [str(warning.message) for warning in caught]

@@ -33,11 +33,6 @@ def recorders(calls=3):
     return pair
 
 
-def sends():
-    """The sends that ``hypergrid.record`` writes beside a stack."""
-    return Rank(0, GROUPS).call("7", "send 0->1").entries
-
-
 def test_a_dump_is_read_with_its_members_calls_and_innermost_frames(tmp_path):
     recording = read(write(tmp_path, recorders(), "nccl_trace_rank_"))
     assert not recording.problems and recording.world_size == 2
@@ -170,19 +165,18 @@ def test_every_text_of_a_recording_and_of_its_report_is_one_line(tmp_path, kinds
     assert not re.search(r"(?<!\\)\\[nrtxu]", texts)
 
 
-def test_sends_of_a_group_without_a_name_are_left_out_with_their_file(tmp_path):
-    unnamed = sends()
-    unnamed[0]["process_group"] = [["7"], "TENSOR"]
-    stack(tmp_path, 0, p2p=unnamed)
-    (problem,) = read(write(tmp_path, recorders())).problems
-    assert "stack_0.json cannot be read" in problem
+def test_calls_of_a_group_without_a_name_are_left_out_with_their_file(tmp_path):
+    unnamed = Rank(0, GROUPS).call("7", "send 0->1")
+    unnamed.entries[0]["process_group"] = [["7"], "TENSOR"]
+    (problem,) = read(write(tmp_path, [unnamed])).problems
+    assert "trace_0 cannot be read" in problem
 
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory):
     """The content of files of each kind, by their names."""
     directory = write(tmp_path_factory.mktemp("seeds"), recorders(2))
-    stack(directory, 0, [("a.py", 3, "f")], p2p=sends())
+    stack(directory, 0, [("a.py", 3, "f")])
     return {
         "trace_0": (directory / "trace_0").read_bytes(),
         "stack_0.json": (directory / "stack_0.json").read_bytes(),
