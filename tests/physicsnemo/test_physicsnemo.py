@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from compat import physicsnemo as pn
-from compat.physicsnemo import DistributedManager, ProcessGroupNode
+from compat.physicsnemo import DistributedManager
 from hypergrid.groups.pool import live_pools
 from tests.support import ROOT, physicsnemo_stock, table
 from tests.support.forked import on_ranks, open_groups, run_ranks, total
@@ -343,14 +343,6 @@ def test_refusals_are_sentences_of_upstreams_types(fake_world, call, error, says
             eval(call, {"tree": tree, "pn": physicsnemo_stock.load()})
 
 
-def test_a_node_creates_its_group_and_the_orthogonal_one(fake_world):
-    fake_world(4)
-    manager = start(0, 4)
-    assert manager.create_group_from_node(ProcessGroupNode("x", 2)) == "__orthogonal_to_x"
-    manager.create_group_from_node(ProcessGroupNode("y", 2), "__orthogonal_to_x")
-    assert dist.get_process_group_ranks(manager.group("y")) == [0, 2]
-
-
 def test_it_keeps_what_ddp_is_to_be_given():
     DistributedManager._shared_state["_is_initialized"] = True
     manager = DistributedManager()
@@ -481,7 +473,7 @@ def test_a_mesh_is_over_groups_of_ours(rank):
     manager = start(rank, 8)
     assert manager.global_mesh.get_group() is dist.group.WORLD
     mesh = manager.initialize_mesh((2, -1, 2), ("ddp", "h", "w"))
-    assert manager.global_mesh is mesh is manager.mesh()
+    assert manager.global_mesh is mesh
     assert mesh.mesh.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert [*zip(manager.mesh_names(), manager.mesh_sizes(), strict=True)] == [
         ("ddp", 2),
@@ -489,12 +481,6 @@ def test_a_mesh_is_over_groups_of_ours(rank):
         ("w", 2),
     ]
     assert total(mesh.get_group("ddp"), rank) == rank + (rank + 4) % 8
-    spatial = manager.get_mesh_group(mesh["h", "w"])
-    assert manager.get_mesh_group(mesh["h", "w"]) is spatial
-    assert total(spatial, rank) == (6 if rank < 4 else 22)
-    assert manager.get_mesh_group(manager.mesh("w")) is mesh.get_group("w")
-    apart = manager.get_mesh_group(mesh["ddp", "w"])  # 0, 1, 4, 5, and the rest
-    assert total(apart, rank) == (10 if rank % 4 < 2 else 18)
     with pytest.raises(RuntimeError, match=r"a mesh of \("):
         manager.initialize_mesh((2, 2), ("a", "b"))
     assert manager.global_mesh is mesh
