@@ -1,8 +1,7 @@
 """Restart inside the process with NVIDIA's nvidia-resiliency-ext: Abort, Initialize, WholeReplicas.
 
 They are arguments of its ``inprocess.Wrapper``, in ``restart``, which needs that package.
-``replicas`` is arithmetic: which ranks go on after losses. ``survivors`` lets restarted processes
-meet in a store.
+``replicas`` is arithmetic: which ranks go on after losses.
 """
 
 from importlib import import_module

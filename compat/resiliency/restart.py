@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import hypergrid
 from compat.resiliency.replicas import NoReplicaError, active_processes
-from compat.resiliency.survivors import meet_survivors
 from hypergrid.groups import gloo
 from hypergrid.layout import RankLayout
 from hypergrid.messages import install_command
@@ -79,22 +78,20 @@ class Abort(_Abort):
 class Initialize(_Initialize):
     """Starts torch's default group of the active ranks in each iteration. *Collective* over them.
 
-    First the ranks meet in the store, so that none of them begins to wait in torch for a rank that
-    has failed meanwhile. Groups that an abort has left are destroyed before. Ranks in reserve do
-    nothing.
+    Groups that an abort has left are destroyed before. Ranks in reserve do nothing.
 
     Parameters
     ----------
     store : torch.distributed.Store, optional
         Shared by all processes, and not served by one that may fail. Default: torchrun's.
     timeout : timedelta
-        How long to wait for the others.
+        How long torch waits for the others, also for one that has failed meanwhile.
     **options
         As for ``torch.distributed.init_process_group``, such as ``backend``.
 
     Raises
     ------
-    AgreementError
+    RuntimeError
         A rank is missing; the wrapper begins the next iteration.
     RestartAbort
         There is no store: torchrun did not start the job, and none was given.
@@ -119,13 +116,13 @@ class Initialize(_Initialize):
             self.store = _agent_store(self.timeout)
         if state.mode is not inprocess.Mode.ACTIVE:
             return state
-        rank = state.active_rank
-        world_size = state.active_world_size
-        store = dist.PrefixStore(f"{_LIVES}/{state.iteration}", self.store)
-        meet_survivors(store, range(world_size), rank, self.timeout)
         with gloo.connecting():  # reads of the store are batched
             dist.init_process_group(
-                store=store, rank=rank, world_size=world_size, timeout=self.timeout, **self.options
+                store=dist.PrefixStore(f"{_LIVES}/{state.iteration}", self.store),
+                rank=state.active_rank,
+                world_size=state.active_world_size,
+                timeout=self.timeout,
+                **self.options,
             )
             gloo.note(dist.group.WORLD)
         return state

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 from warnings import catch_warnings, simplefilter
@@ -20,11 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compat.resiliency import survivors
 from hypergrid import RankLayout
-from hypergrid.errors import AgreementError
 from tests.support import ROOT
-from tests.support.counting import CountingStore
 from tests.support.forked import from_all, on_ranks, run_ranks
 
 FOLDER = ROOT / ".cache" / "resiliency"
@@ -177,31 +173,6 @@ def test_initialize_brings_the_active_ranks_together_and_cleans_up_before(rank):
         if rank < 2:
             ps.initialize_model_parallel()  # left as it is: the next iteration destroys it
         from_all(None)
-
-
-@on_ranks(2, backend="")
-def test_a_rank_that_has_failed_before_the_meeting_is_named_and_torch_does_not_wait(rank):
-    if rank == 0:
-        port = int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        start = time.monotonic()
-        with pytest.raises(AgreementError, match=r"1 of 2 ranks \(1\) did not begin this life"):
-            survivors.meet_survivors(store, range(2), 0, timedelta(seconds=1))
-        assert time.monotonic() - start < 10
-    from_all(None)
-
-
-@pytest.mark.parametrize("world", [16, 64])
-def test_the_meeting_costs_each_rank_the_same_in_any_world(world):
-    store = dist.HashStore()
-    stores = [CountingStore(store) for _ in range(world)]
-    with ThreadPoolExecutor(world) as threads:
-        for rank in range(world):
-            patience = timedelta(seconds=30)
-            threads.submit(survivors.meet_survivors, stores[rank], range(world), rank, patience)
-    trips = [counting.trips for counting in stores]
-    assert max(trips[:-1]) <= 5
-    assert sorted(trips)[: world - 1] == [1] * (world - 1)  # besides looks
 
 
 def test_without_nvrx_the_message_names_the_extra():
