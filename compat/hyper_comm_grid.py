@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging as _logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from numbers import Integral
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np  # noqa: F401 (a name of stock's module)
@@ -19,6 +21,7 @@ from hypergrid.groups import creation
 from hypergrid.groups.grid import BASE, Key
 from hypergrid.groups.grid import HyperCommGrid as Core
 from hypergrid.layout import Dims, RankLayout
+from hypergrid.messages import Sentence
 
 # Names of stock's module that outside code reads and replaces.
 HAVE_ABSL = find_spec("absl") is not None
@@ -40,7 +43,11 @@ class _RankViewSpec:
 
 
 class HyperCommGrid:
-    """megatron-core's ``HyperCommGrid``: its interface, its error messages, its private names.
+    """megatron-core's ``HyperCommGrid``: its interface and its error messages.
+
+    Of its private names there are ``_pgs``, a dict that may be written, ``_views``,
+    ``_gen_rank_enum``, ``_order_dims`` and ``_order_dims_for``; where one of these methods is
+    replaced, the grid refuses to answer. Its attributes but ``backend`` are only read.
 
     ``core`` is the ``hypergrid.HyperCommGrid`` that creates the groups; it has more methods, such
     as ``grid.core.device_mesh()``. Both return the same groups.
@@ -62,9 +69,6 @@ class HyperCommGrid:
         if "WORLD_SIZE" in os.environ:
             world_size = int(os.environ["WORLD_SIZE"])
         self._hold(Core.over(layout, backend=backend, world_size=world_size))
-        # As the caller gave them: lists stay lists.
-        self.shape = shape[:]
-        self.dim_names = dim_names[:]
 
     @classmethod
     def from_core(cls, core: Core) -> HyperCommGrid:
@@ -79,16 +83,24 @@ class HyperCommGrid:
 
     def _hold(self, core: Core) -> None:
         self.core = core
-        self.rank_offset = core.rank_offset
-        self.size = core.size
-        self.shape = core.shape
-        self.dim_names = core.dim_names
         self.backend = core.backend
-        self._views: dict[str, _RankViewSpec] = {}
-        for name, layout in core.views.items():
-            self._add_view(name, layout.sizes, layout.dims, core._shared[name])
         # Groups of others stay open when this grid is destroyed.
         self._borrowed = self._foreign()
+
+    # Only read: another size or dim is another grid.
+    shape: list[int] = property(attrgetter("core.shape"))  # type: ignore[assignment]
+    dim_names: list[str] = property(attrgetter("core.dim_names"))  # type: ignore[assignment]
+    rank_offset: int = property(attrgetter("core.rank_offset"))  # type: ignore[assignment]
+    size: int = property(attrgetter("core.size"))  # type: ignore[assignment]
+
+    @property
+    def _views(self) -> Mapping[str, _RankViewSpec]:
+        views = {}
+        for name, layout in self.core.views.items():
+            shared_dims = list(self.core._shared[name])
+            sizes = list(layout.sizes)
+            views[name] = _RankViewSpec(name, sizes, list(layout.dims), shared_dims)
+        return MappingProxyType(views)
 
     @property
     def _pgs(self) -> dict[Key, ProcessGroup | None]:
@@ -117,14 +129,6 @@ class HyperCommGrid:
         if not all(isinstance(size, Integral) and int(size) > 0 for size in shape):
             raise ValueError(f"View {name!r}: shape must be positive ints, and it is {shape}.")
         self.core.register_view(name, shape, dim_names, shared_dims)
-        self._add_view(name, shape, dim_names, shared_dims or ())
-
-    def _add_view(
-        self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str]
-    ) -> None:
-        # Copies, since the caller may change its lists.
-        view = _RankViewSpec(name, list(shape), list(dim_names), list(shared_dims))
-        self._views[name] = view
 
     def create_pg(
         self, dims: Dims, *, view: str | None = None, **kwargs: Any
@@ -133,33 +137,28 @@ class HyperCommGrid:
 
         The core grid creates them, by their members alone if possible.
         ``torch.distributed.new_subgroups_by_enumeration`` creates them if that function has been
-        replaced, or if the ranks differ from the core grid's because an attribute or a method
-        that enumerates ranks has been replaced. Errors are as for ``hypergrid.HyperCommGrid``.
+        replaced. Errors are as for ``hypergrid.HyperCommGrid``.
         """
         if "backend" in kwargs:
             raise TypeError("create_pg() takes no backend: it is that of its grid, set there.")
-        key, spec, ordered_dims = self._find(dims, view)
-        self.core._check_is_new(key)
-        ranks = self._enumerate(spec, ordered_dims)
-        # Shared dims of a view are those of the grid itself.
-        view_of_key = None if isinstance(key, str) else key[0]
-        if self._core_creates(key, ordered_dims, view_of_key, ranks):
+        names = self._known_dims(dims, view)
+        if not creation.is_replaced(dist.new_subgroups_by_enumeration) and self._has_all_ranks():
             self.core.backend = self.backend
-            self.core.create_pg(ordered_dims, view=view_of_key, **kwargs)
-        else:
-            group, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
-            self._pgs[key] = group
-        return self._pgs[key]
+            return self.core.create_pg(names, view=view, **kwargs)
+        key, layout, ordered_dims = self.core._find(names, view)
+        self.core._check_is_new(key)
+        ranks = layout.groups(ordered_dims).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
+        self._pgs[key] = group
+        return group  # type: ignore[no-any-return]
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
         """The group of this rank over ``dims``. *Local*."""
-        key, _, _ = self._find(dims, view)
-        return self.core._created(key)
+        return self.core.get_pg(self._known_dims(dims, view), view=view)
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
         """All groups over ``dims`` as lists of ranks, in the order of creation. *Local*."""
-        _, spec, ordered_dims = self._find(dims, view)
-        return self._enumerate(spec, ordered_dims)
+        return self.core.get_rank_enum(self._known_dims(dims, view), view=view)
 
     def is_current_rank_in_grid(self) -> bool:
         """Whether this rank is one of the grid's."""
@@ -185,85 +184,54 @@ class HyperCommGrid:
         groups = filter(_is_process_group_member, self._pgs.values())
         return [group for group in groups if group not in created]
 
-    def _core_creates(
-        self, key: Key, dims: list[str], view: str | None, ranks: list[list[int]]
-    ) -> bool:
-        """Whether the core grid has the same groups, in a world that has their ranks."""
-        if creation.is_replaced(dist.new_subgroups_by_enumeration) or not dist.is_initialized():
-            return False
-        # WORLD_SIZE may promise more ranks than there are: torch's function refuses them.
-        if self.core.layout.stop > dist.get_world_size():
-            return False
-        try:
-            core_key, _, _ = self.core._find(dims, view)
-            return core_key == key and self.core.get_rank_enum(dims, view=view) == ranks
-        except (KeyError, ValueError):  # outside code has written other dims
-            return False
+    def _has_all_ranks(self) -> bool:
+        """Whether there are as many ranks as WORLD_SIZE may promise; torch's function refuses."""
+        return dist.is_initialized() and self.core.layout.stop <= dist.get_world_size()
 
-    def _find(self, dims: Dims, view: str | None) -> tuple[Key, _RankViewSpec, list[str]]:
-        # Through the methods that the release has, since outside code may replace one.
-        if view is None and not RELEASE_HAS["grid_views"]:
-            ordered_dims, key = self._order_dims(dims)
-            return key, self._views[BASE], ordered_dims
-        spec = self._resolve_view(view)
-        ordered_dims, _ = self._order_dims_for_view(spec, dims)
-        return self._canonical_pg_key_and_enum_view(spec, ordered_dims)
-
-    def _enumerate(self, spec: _RankViewSpec, ordered_dims: list[str]) -> list[list[int]]:
-        if spec.name == BASE and not RELEASE_HAS["grid_views"]:
-            return self._gen_rank_enum(ordered_dims)
-        return self._gen_rank_enum_for(spec.shape, spec.dim_names, ordered_dims)
+    def _known_dims(self, dims: Dims, view: str | None) -> list[str]:
+        """The names in ``dims``; of an unknown one stock's error, in stock's words."""
+        for written in _ENUMERATING:
+            method = getattr(self, written.__name__)
+            if getattr(method, "__func__", None) is not written:
+                raise TypeError(
+                    f"{written.__name__} of this grid has been replaced, which would have no "
+                    f"effect. Replace torch.distributed.new_subgroups_by_enumeration instead."
+                )
+        known_dims = self.core._layout(view).dims
+        names = _listed(dims, known_dims)
+        for name in names:
+            if name not in known_dims:
+                # Stock without views finds no group of such a dim.
+                kind = ValueError if RELEASE_HAS["grid_views"] else KeyError
+                raise kind(
+                    Sentence(
+                        f"{name!r} is not in view {view or BASE!r}, whose dims are "
+                        f"{list(known_dims)}. Use one of them, or pass the view that has it as "
+                        f"view=."
+                    )
+                )
+        return names
 
     def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
-        return self._gen_rank_enum_for(self.shape, self.dim_names, dims)
-
-    def _gen_rank_enum_for(
-        self, shape: Sequence[int], dim_names: Sequence[str], dims: Sequence[str]
-    ) -> list[list[int]]:
-        layout = RankLayout(tuple(dim_names), tuple(shape), self.rank_offset)
         # The last of the dims given is the fastest.
-        groups: list[list[int]] = layout.groups(list(dims)[::-1], as_given=True).tolist()
+        groups: list[list[int]] = self.core.layout.groups(list(dims)[::-1], as_given=True).tolist()
         return groups
 
     def _order_dims(self, dims: Dims) -> tuple[list[str], str]:
         return self._order_dims_for(self.dim_names, dims)
 
     def _order_dims_for(self, dim_names: Sequence[str], dims: Dims) -> tuple[list[str], str]:
-        names = _listed(dims, dim_names)
-        # A single name is not looked up: an unknown one is refused later, as by stock.
-        if not isinstance(dims, str) or len(names) > 1:
-            slowest_first = list(dim_names)[::-1]
-            names.sort(key=slowest_first.index)
+        slowest_first = list(dim_names)[::-1]
+        names = sorted(_listed(dims, dim_names), key=slowest_first.index)
         return names, "-".join(names)
 
-    def _resolve_view(self, view: str | None) -> _RankViewSpec:
-        self.core._layout(view)  # refuses one that is not registered
-        return self._views[view or BASE]
 
-    def _order_dims_for_view(self, view: _RankViewSpec, dims: Dims) -> tuple[list[str], str]:
-        for dim in _listed(dims, view.dim_names):
-            if dim not in view.dim_names:
-                raise ValueError(
-                    f"{dim!r} is not in view {view.name!r}, whose dims are {view.dim_names}. Use "
-                    f"one of them, or pass the view that has it as view=."
-                )
-        return self._order_dims_for(view.dim_names, dims)
-
-    def _canonical_pg_key_and_enum_view(
-        self, view: _RankViewSpec, ordered_dims: list[str]
-    ) -> tuple[Key, _RankViewSpec, list[str]]:
-        if view.name == BASE:
-            return "-".join(ordered_dims), view, ordered_dims
-        if set(ordered_dims) <= set(view.shared_dims):
-            base = self._views[BASE]
-            base_dims, key = self._order_dims_for_view(base, ordered_dims)
-            return key, base, base_dims
-        return (view.name, tuple(ordered_dims)), view, ordered_dims
-
-    def _is_base_pg_key(self, key: Key) -> bool:
-        return isinstance(key, str)
-
-
+# Stock creates groups by these methods; here they only answer those who ask.
+_ENUMERATING = (
+    HyperCommGrid._gen_rank_enum,
+    HyperCommGrid._order_dims,
+    HyperCommGrid._order_dims_for,
+)
 AnyGrid: TypeAlias = HyperCommGrid | Core
 
 

@@ -76,15 +76,19 @@ SLOTS = frozenset(filter(has, (*GROUP_SLOTS, *RANK_SLOTS, *OVERRIDE_SLOTS, *OTHE
 # What upstream's destroy_model_parallel() leaves: clients read the lists of ranks afterwards.
 LEFT_BEHIND = SLOTS.intersection(
     (
-        *("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_PIPELINE_GLOBAL_RANKS"),
-        *("_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"),
-        *("_MODEL_PARALLEL_GLOBAL_RANKS", "_EXPERT_MODEL_PARALLEL_RANKS"),
-        *("_EMBEDDING_GLOBAL_RANKS", "_MPU_DATA_PARALLEL_RANK", "_MPU_DATA_PARALLEL_WORLD_SIZE"),
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
+        "_PIPELINE_GLOBAL_RANKS",
+        "_DATA_PARALLEL_GLOBAL_RANKS",
+        "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
+        "_MODEL_PARALLEL_GLOBAL_RANKS",
+        "_EXPERT_MODEL_PARALLEL_RANKS",
+        "_EMBEDDING_GLOBAL_RANKS",
+        "_MPU_DATA_PARALLEL_RANK",
+        "_MPU_DATA_PARALLEL_WORLD_SIZE",
     )
 )
 # What an initialisation does not set, and takes over from before it.
 TAKEN_OVER = SLOTS.intersection((*OVERRIDE_SLOTS, *OTHER_SLOTS))
-_NO_GROUP = (object(), 0, 0)
 _current: Any = None  # the state that compat.parallel_state answers from
 _module_values: Values = {"__builtins__": __builtins__}  # where its values are
 _activated: list[ParallelState] = []  # by activate(), the innermost last
@@ -99,14 +103,12 @@ def empty_values(request: Request | None = None) -> Values:
     """The values of a state that has no group yet, besides upstream's globals that are None.
 
     Of the getters' own there are: ``_numbers``, this rank's place in each group and the group's
-    size; ``_tp`` and ``_pp``, the group with both; ``_absence``, why this rank has no groups, if it
-    is not that none were made yet; and whether each grid has an axis gtp_remat. Releases without it
-    have one global where later ones have two, and code for them writes that one: only a state with
-    the axis has the other there.
+    size; ``_absence``, why this rank has no groups, if it is not that none were made yet; and
+    whether each grid has an axis gtp_remat. Releases without it have one global where later ones
+    have two, and code for them writes that one: only a state with the axis has the other there.
     """
     values: Values = {row.slot: {} for row in ROWS if row.holds == "sizes"}
     values["_numbers"] = {}
-    values["_tp"] = values["_pp"] = _NO_GROUP
     values["_absence"] = ""
     values["_gtp_remat"] = values["_expert_gtp_remat"] = RELEASE_HAS["gtp_remat"]
     if request is not None:
@@ -132,6 +134,9 @@ class ParallelState:
     ``name`` is what messages call it; "state 1" and so on, in the order of creation, if the caller
     gives none.
     """
+
+    grid: HyperCommGrid | None
+    """The grid of this state: dense layers as its own dims, expert layers as view "expert"."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -181,10 +186,9 @@ class ParallelState:
     def _forget(self) -> None:
         self.request: Request | None = None
         self.planned: PlannedRows | None = None
-        self._grid: HyperCommGrid | None = None
+        self.grid = None
         self._global_process_group_list: list[ProcessGroup | None] | None = None
-        self._put(dict.fromkeys(SLOTS - LEFT_BEHIND))
-        self._put(empty_values())
+        self._put({**dict.fromkeys(SLOTS - LEFT_BEHIND), **empty_values()})
 
     @classmethod
     def create(cls, *, name: str = "", **arguments: Any) -> ParallelState:
@@ -219,7 +223,7 @@ class ParallelState:
                 self.name = self.name or f"state {next(_state_numbers)}"
                 self.request = request
                 self.planned = planned
-                self._grid = grid
+                self.grid = grid
                 self.is_destroyed = False
                 if grid.pool is None:
                     values["_absence"] = (
@@ -267,29 +271,17 @@ class ParallelState:
     @property
     def pool(self) -> GroupPool | None:
         """The groups of this state, and how they were created; None outside the window."""
-        if self._grid is None:
+        if self.grid is None:
             return None
-        return self._grid.pool
-
-    @property
-    def grid(self) -> HyperCommGrid | None:
-        """The grid of this state: dense layers as its own dims, expert layers as view "expert"."""
-        return self._grid
+        return self.grid.pool
 
     def __repr__(self) -> str:
         if self.is_destroyed:
             return "ParallelState(destroyed)"
         if self.request is None:
             return "ParallelState(not initialized)"
-        rank = -1  # in no layout
-        if dist.is_initialized():
-            rank = dist.get_rank()
-        layout = self.request.decoder
-        place = "outside the window"
-        if rank in layout:
-            place = f"{layout.trimmed.coordinate(rank)}"
         suspended = ", suspended" if self._is_suspended else ""
-        return f"ParallelState(rank {rank} at {place} of {layout!r}{suspended})"
+        return f"ParallelState({self.name} over {self.request.decoder!r}{suspended})"
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""
@@ -313,8 +305,8 @@ class ParallelState:
             if self is _current:
                 self._caches = caches.take()
         caches.free(self._caches, abort)
-        if self._grid is not None:
-            self._grid.destroy(abort=abort)
+        if self.grid is not None:
+            self.grid.destroy(abort=abort)
         self.is_destroyed = self.is_destroyed or self.request is not None
         self._forget()
         if self.is_destroyed:
@@ -384,9 +376,9 @@ class ParallelState:
         RuntimeError
             There are no groups to suspend.
         """
-        if self.planned is None or self._grid is None or self.pool is None:
+        if self.planned is None or self.grid is None or self.pool is None:
             raise RuntimeError(f"there are no groups to suspend: {self!r}.")
-        return self._grid.suspend(self.planned.participants)
+        return self.grid.suspend(self.planned.participants)
 
     def resume(self) -> None:
         """Let the groups work again, as ``GroupPool.resume``: the same objects.
@@ -396,9 +388,9 @@ class ParallelState:
         RuntimeError
             The state is not suspended, or a backend cannot resume.
         """
-        if self._grid is None or not self._is_suspended:
+        if self.grid is None or not self._is_suspended:
             raise RuntimeError(f"this state is not suspended: {self!r}.")
-        self._grid.resume()
+        self.grid.resume()
 
     @property
     def _is_suspended(self) -> bool:
@@ -423,11 +415,10 @@ class ParallelState:
         A warning names the groups that share the communicator of ``pg``: theirs changes too.
         """
         labels = []
-        if self.pool is not None and pg is not None:
-            labels = [pooled.label for pooled in self.pool.groups if pooled.group is pg]
-            for other in live_pools():
-                if other is not self.pool and any(pooled.group is pg for pooled in other.groups):
-                    labels.append(f"that of another {other.owner}")
+        for pool in live_pools():
+            for pooled in pool.groups:
+                if pooled.group is pg:
+                    labels.append(f"{pooled.label} of {pool.owner}")
         if len(labels) > 1:
             warnings.warn(
                 f"update_pg_timeout({timeout}) changes the timeout of {' and '.join(labels)}: they "

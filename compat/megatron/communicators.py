@@ -83,19 +83,9 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
     return values
 
 
-def named_options(configs: Configs) -> dict[str, str]:
-    """Each option of each section by a name for messages: ``'max_ctas' of 'dp' in ...``."""
-    values = {}
-    for name, options in configs.items():
-        where = f"{shown(name)} in {FILE}"
-        # An empty section is not the same as none: its groups have options of their own.
-        values[where] = "a section"
-        if not isinstance(options, dict):
-            values[where] = shown(options)
-            continue
-        for key, value in options.items():
-            values[f"{shown(key)} of {where}"] = shown(value)
-    return values
+def named_sections(configs: Configs) -> dict[str, str]:
+    """Each section by a name for messages: ``'dp' in nccl_communicator_config_path``."""
+    return {f"{shown(name)} in {FILE}": shown(options) for name, options in configs.items()}
 
 
 def unread(configs: Configs, groups: Collection[str]) -> Iterator[str]:
@@ -166,24 +156,13 @@ def _read(path: str) -> Any:
         check_yaml(text, _MOST_ALIASES)
         return yaml.safe_load(text)
     except Exception as error:
-        kind: type[Exception] = ValueError
-        if isinstance(error, FileNotFoundError):
-            kind = FileNotFoundError
-        elif isinstance(error, OSError):
-            kind = OSError
+        kind = type(error) if isinstance(error, OSError) else ValueError
+        text = getattr(error, "strerror", None) or str(error)
+        reason = " ".join(text.split())  # YAML's has several lines
         raise kind(
-            f"nccl_communicator_config_path={shown(path)} cannot be read: {_reason(error)}. Give a "
+            f"nccl_communicator_config_path={shown(path)} cannot be read: {reason[:200]}. Give a "
             f"YAML file that maps names of groups to options."
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    text = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
-    reason = " ".join(text[:200].split())
-    mark = getattr(error, "problem_mark", None)
-    if mark is not None:
-        return f"line {mark.line + 1}: {reason}"
-    return reason
 
 
 # Variable: the value that UCC needs, and whether a value that the user has set is kept.

@@ -115,14 +115,12 @@ def _nearest_known(text: str, origin: str) -> Version:
 
 def _most_alike(source: Source, stated: Version) -> Version:
     """The release whose names are the most like those of ``source``; of equal ones the stated."""
-    best = (-1, False, OLDEST)
-    for minor in range(OLDEST[1], NEWEST[1] + 1):
-        release = (0, minor)
-        alike = 0
-        for name, span in SPANS.items():
-            alike += (name in source.names) == _is_in(span, release)
-        best = max(best, (alike, release == stated, release))
-    return best[2]
+
+    def likeness(release: Version) -> tuple[int, bool, Version]:
+        alike = [(name in source.names) == _is_in(span, release) for name, span in SPANS.items()]
+        return sum(alike), release == stated, release
+
+    return max([(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)], key=likeness)
 
 
 def _decide() -> tuple[Version, Source | None, str]:
@@ -294,21 +292,18 @@ def _placed(function: str, positional: list[str]) -> list[str]:
 
 def _taking(function: Any, placed: list[str], named: list[str]) -> Any:
     """``function`` with the arguments ``placed`` by position or name, and ``named`` by name."""
-    name = function.__name__
     arguments = {*placed, *named}
 
     @functools.wraps(function)
     def released(*args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:  # most calls
             return function()
-        if not arguments.issuperset(kwargs):
-            unexpected = [argument for argument in kwargs if argument not in arguments]
-            raise TypeError(f"{name}() got an unexpected keyword argument {unexpected[0]!r}")
-        if not args:
+        if not args and arguments.issuperset(kwargs):  # most others
             return function(**kwargs)
-        if len(args) > len(placed):
+        if len(args) > len(placed) or not arguments.issuperset(kwargs):
             raise TypeError(
-                f"{name}() takes at most {len(placed)} arguments by position, got {len(args)}"
+                f"{function.__name__}() takes the arguments {', '.join([*placed, *named])}, and "
+                f"got {len(args)} by position and by name {', '.join(kwargs) or 'none'}."
             )
         return function(**dict(zip(placed, args, strict=False)), **kwargs)
 

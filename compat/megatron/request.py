@@ -41,8 +41,9 @@ _EXPERT = (
     "expert_gtp_remat_size",
 )
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
-# Fields that are no arguments: ranks do not compare them.
-NO_ARGUMENTS = ("init_count", "job_size", "helpers", "order_source")
+# Fields that ranks do not compare: they are no arguments. Of a file it counts what is read from it,
+# and not what it is called on a rank.
+NOT_COMPARED = ("init_count", "job_size", "helpers", "order_source", communicators.FILE)
 
 # Functions of parallel_state that outside code may replace.
 GENERATORS = ("RankGenerator", "generate_masked_orthogonal_rank_groups")
@@ -441,27 +442,18 @@ class Request:
 
     def _lay_out(self, grid: str) -> RankLayout:
         sizes = self._sizes(grid)
-        has_unknown_dim = "gtp_remat" in self.order.lower() and not RELEASE_HAS["gtp_remat"]
-        if has_unknown_dim and not self.decides_ranks:
-            self._check_order(sizes)
         if self.rank_offset < 0:
             raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
+        written_sizes = dict(sizes)
+        if not RELEASE_HAS["gtp_remat"] or "gtp_remat" not in self.order.lower():
+            del written_sizes["gtp_remat"]
         try:
+            # What is refused is named as the caller wrote it, without the gtp_remat that we insert.
+            lay_out(self.order, written_sizes)
             return lay_out(self._order(grid), sizes, self.rank_offset)
         except (LayoutError, RuntimeError) as error:
             if self.decides_ranks:  # then only the sizes of the layout are used
                 return lay_out(inject_gtp_remat_axis(Request.order), sizes, self.rank_offset)
-            self._check_order(sizes)
-            raise type(error)(f"{error}{self._order_source}") from None
-
-    def _check_order(self, sizes: dict[str, int]) -> None:
-        """Refuse the order as the caller wrote it, without the gtp_remat that we insert."""
-        named_sizes = dict(sizes)
-        if not RELEASE_HAS["gtp_remat"] or "gtp_remat" not in self.order.lower():
-            del named_sizes["gtp_remat"]
-        try:
-            lay_out(self.order, named_sizes)
-        except (LayoutError, RuntimeError) as error:
             raise type(error)(f"{error}{self._order_source}") from None
 
     @property
@@ -474,16 +466,14 @@ class Request:
             self.positive("local_world_size")
         names = _EXPERT if grid == "expert" else _DENSE
         sizes = {name: self.positive(name) for name in names}
-        model: int = prod(sizes.values())
-        divisor = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        if self.world_size % model:
-            if " x " in divisor:
-                divisor += f" = {model}"
+        replicas, remainder = divmod(self.world_size, prod(sizes.values()))
+        if remainder:
+            divisor = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
             raise RuntimeError(
                 f"world size {self.world_size} is not divisible by {divisor}: it leaves a "
-                f"remainder of {self.world_size % model}. Change a size or the number of ranks."
+                f"remainder of {remainder}. Change a size or the number of ranks."
             )
-        return self.world_size // model
+        return replicas
 
     def positive(self, name: str) -> int:
         """The size ``name``, the expert tp as the dense one unless given; ValueError below 1."""
@@ -556,7 +546,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def refuse_together(*checks: Callable[[], object]) -> None:
-    """Call ``checks``. What several refuse is said in one error, of the type of the first."""
+    """Call ``checks``. What several refuse is said in one error, the first."""
     errors: list[Exception] = []
     for check in checks:
         try:
@@ -565,9 +555,7 @@ def refuse_together(*checks: Callable[[], object]) -> None:
             errors.append(error)
     texts = dict.fromkeys(map(str, errors))
     if len(texts) > 1:
-        for kind in (AssertionError, RuntimeError, TypeError, ValueError):
-            if isinstance(errors[0], kind):
-                raise kind(" And: ".join(texts)) from errors[0]
+        errors[0].args = (" And: ".join(texts),)
     if errors:
         raise errors[0]
 

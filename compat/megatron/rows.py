@@ -5,6 +5,7 @@ The lists are in the order of upstream's loops, which decides in which order gro
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from compat.megatron import communicators
 from compat.megatron.releases import RELEASE, RELEASE_HAS, has
-from compat.megatron.request import NO_ARGUMENTS, Request, in_words, refuse_together
+from compat.megatron.request import NOT_COMPARED, Request, in_words, refuse_together
 from compat.megatron.table import ALIASES, ROWS, TWINS, Alias, Row
 from hypergrid.layout import RankLayout
 from hypergrid.messages import shown
@@ -80,19 +81,12 @@ class PlannedRows:
         values = {}
         for argument in fields(request):
             name = argument.name
-            if argument.init and name not in NO_ARGUMENTS and not name.startswith("get_"):
+            if argument.init and name not in NOT_COMPARED and not name.startswith("get_"):
                 values[name] = getattr(request, name)
-        # Of a file it counts what is read from it, and not what it is called on a rank.
-        values.pop(communicators.FILE)
         if request.nccl_configs:
-            values |= communicators.named_options(request.nccl_configs)
+            values |= communicators.named_sections(request.nccl_configs)
         if request.helpers:
             values["replaced in parallel_state"] = in_words(request.helpers)
-        for planned in self.rows:
-            label = planned.table_row.label
-            if planned.chosen:
-                # The first are enough to show a difference; the plan has all of them.
-                values[f"ranks chosen for {label}"] = list(map(list, planned.chosen[:16]))
         if request.timeout_of_all is not None:
             values["timeout of all groups"] = str(request.timeout_of_all)
         values["megatron-core"] = RELEASE
@@ -165,31 +159,32 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
         communicators.check_ucc()
     else:
         options = _options(request, row)
+    pick = row.pick
     chosen = None
+    explicit = None
     if row.chooser:
         chosen = _chosen(request, row, *row.chooser)
+    if chosen is not None:
+        pick = "all"
+        explicit = tuple(map(tuple, chosen))
+    chunk = None
+    if row.chunk == "instance":
+        chunk = _members(request) // request.num_distributed_optimizer_instances
+    # Upstream leaves the timeout to torch: always, or in releases of a fact.
+    is_torchs = RELEASE_HAS.get(str(row.torch_timeout), row.torch_timeout is True)
     plan_row = GroupRow(
         label=row.label,
         layout=row.grid,
         dims=tuple(row.dims.split("-")),
-        pick=row.pick,
+        chunk=chunk,
+        pick=pick,
+        explicit=explicit,
         backend=backend,
-        timeout=request.timeout,
+        timeout=request.timeout_of_all if is_torchs else request.timeout,
         options=options,
         traffic=row.traffic,
         separate=row.separate or row.sharp == request.sharp_group,
     )
-    if row.chunk == "instance":
-        plan_row = replace(
-            plan_row, chunk=_members(request) // request.num_distributed_optimizer_instances
-        )
-    if chosen is not None:
-        plan_row = replace(plan_row, pick="all", explicit=tuple(map(tuple, chosen)))
-    # Upstream leaves the timeout to torch: always, or in releases of a fact.
-    is_torchs = RELEASE_HAS.get(str(row.torch_timeout), row.torch_timeout is True)
-    has_common_timeout = request.timeout_of_all is not None
-    if is_torchs and not has_common_timeout:
-        plan_row = replace(plan_row, timeout=None)
     if row.holds == "sizes":
         # Of 16 ranks from 2 on: groups of 2, 4 and 8.
         smallest = 2
@@ -205,15 +200,12 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
     else:
         yield PlannedRow(row, row.slot, None, plan_row, chosen)
     if row.gloo and _makes_gloo(request, row):
-        twin_timeout = plan_row.timeout
-        if row.twin_torch_timeout and not has_common_timeout:
-            twin_timeout = None
         twin = replace(
             plan_row,
             label=row.twin_label,
             backend="gloo",
-            options=plan_row.options if row.twin_options else None,
-            timeout=twin_timeout,
+            options=options if row.twin_options else None,
+            timeout=request.timeout_of_all if row.twin_torch_timeout else plan_row.timeout,
             traffic=TWINS,
             separate=True,
         )
@@ -247,25 +239,18 @@ def _chosen(
         choose = request.helpers.get(default.__name__, default)
     if choose is default:
         return None
-    if not callable(choose):
+    try:
+        inspect.signature(choose).bind([])
+    except ValueError:
+        pass  # a function in C may have no signature
+    except TypeError as error:
         raise TypeError(
             f"{argument} must be a function from a pipeline's ranks to some of them, got "
-            f"{shown(choose)}."
-        )
+            f"{shown(choose)}: {error}."
+        ) from None
     chosen = []
     for pipeline in loops(request, row):
-        try:
-            ranks = choose(pipeline)
-        except TypeError as error:
-            # An error inside the function is its own; without a frame of its own, the call failed.
-            traceback = error.__traceback__
-            if traceback is None or traceback.tb_next is not None:
-                raise
-            raise TypeError(
-                f"the function given as {argument} does not take a pipeline's ranks: {error}. Give "
-                f"one that takes a list of ranks and returns some of them."
-            ) from None
-        chosen.append(_plain_ranks(argument, ranks, request.world))
+        chosen.append(_plain_ranks(argument, choose(pipeline), request.world))
     return chosen
 
 

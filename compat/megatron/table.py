@@ -15,7 +15,7 @@ class Row:
     """One of upstream's private globals that holds a group, or several.
 
     ``slot`` is the global; without its leading underscore it is the group's description too,
-    unless ``desc`` or ``levels`` says otherwise.
+    unless ``desc`` says otherwise.
     """
 
     slot: str
@@ -31,7 +31,8 @@ class Row:
     when: str = ""
     field: str = ""  # of ProcessGroupCollection
     ranks: str = ""  # private global with the group's ranks, where upstream keeps them
-    desc: str = ""
+    desc: str = ""  # with {} for the key where the global holds several
+    twin_desc: str = ""  # of its gloo twin, unless it is the group's with _GLOO
     backend: str = ""  # the argument that names it; without one, the default group's
     # The argument whose function chooses the ranks, and upstream's own function.
     chooser: tuple[str, Callable[..., list[int]]] | None = None
@@ -59,22 +60,13 @@ class Row:
     sharp: str = ""  # made while NCCL_COLLNET_ENABLE=1, if use_sharp picks this name
     sharp_barrier: bool = False  # ... and connected before SHARP is switched off again
 
-    # The description of the group, with {} for its key where the global holds several; and of its
-    # gloo twin.
-    label: str = dataclasses.field(init=False)
-    twin_label: str = dataclasses.field(init=False)
+    label: str = dataclasses.field(init=False)  # the description of the group
+    twin_label: str = dataclasses.field(init=False)  # and of its gloo twin
 
     def __post_init__(self) -> None:
         label = self.desc or self.slot.lstrip("_")
-        twin = label + "_GLOO"
-        if self.levels:
-            # A global with all levels has a description for each; rows that are one level alone
-            # are the ones with a twin.
-            level = "{}" if self.holds == "levels" else self.level
-            label = f"HIERARCHICAL_{self.levels}_L{level}"
-            twin = f"HIERARCHICAL_{self.levels}_GLOO_L{self.level}"
         object.__setattr__(self, "label", label)
-        object.__setattr__(self, "twin_label", twin)
+        object.__setattr__(self, "twin_label", self.twin_desc or f"{label}_GLOO")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +127,7 @@ ROWS: tuple[Row, ...] = (
     Row("_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", "cp",
         "context",                     "hcp",             when="hierarchical",
         grid="decoder_cp_levels", loop="cp", levels="CONTEXT_PARALLEL_GROUP", holds="levels",
-        field="hcp"),
+        field="hcp", desc="HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{}"),
     Row("_MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp",
         "optimizer",                   "mp",              field="mp",
         ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
@@ -182,12 +174,15 @@ ROWS: tuple[Row, ...] = (
         "expert gradients",            "intra_ep_dp",     grid="expert_instances",
         when="instances", field="intra_expt_dp", gloo=True,
         twin_options=True, loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP", level=0,
-        sharp="dp_replica"),
+        desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0",
+        twin_desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L0", sharp="dp_replica"),
     Row("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "dp_inter",
         "gradients between instances", "inter_ep_dp",     grid="expert_instances",
         when="instances", field="inter_dist_opt", gloo=True,
         twin_kept=False, twin_options=True, loop="dp", levels="EXPERT_DATA_PARALLEL_GROUP",
-        level=1, sharp="dp_replica", sharp_barrier=True, in_instances="dp_inter"),
+        level=1, desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1",
+        twin_desc="HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_GLOO_L1", sharp="dp_replica",
+        sharp_barrier=True, in_instances="dp_inter"),
     Row("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "gtp_remat-dp",
         "statistics",                  "ep_gtp_remat_dp", grid="expert", when="expert_gtp_axis",
         field="expt_dp_gtp_remat"),
@@ -230,6 +225,3 @@ EXTRA_ALL_GATHER: tuple[Row, ...] = (
         "parameters",                  "ep_dp",           grid="expert", field="expt_dp_ag"),
 )
 # fmt: on
-
-# The groups whose place and size the getters find without a lookup: the global, and theirs.
-AT_HAND = {"_TENSOR_MODEL_PARALLEL_GROUP": "_tp", "_PIPELINE_MODEL_PARALLEL_GROUP": "_pp"}

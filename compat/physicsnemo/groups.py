@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import TypeAlias
 
@@ -13,11 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from compat.physicsnemo.tree import ProcessGroupConfig
-from hypergrid.groups import creation
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.pool import GroupPool
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.policy import Policy
 
 OWNER = "DistributedManager"
 Lists: TypeAlias = list[list[int]]  # the ranks of all groups of one name
@@ -84,16 +80,16 @@ def mesh_layout(shape: Sequence[int], names: Sequence[str]) -> RankLayout:
         # (2, -1, 2) in a world of 8: 8 / (2 * 2) = 2 in place of the -1.
         known_product = prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = world_size // max(known_product, 1)
-    invalid = f"a mesh of {tuple(shape)} named {tuple(names)} is invalid"
     try:
         layout = RankLayout(tuple(names)[::-1], tuple(sizes)[::-1])
+        if layout.size != world_size or not sizes:
+            raise LayoutError(
+                f"its sizes, of which one may be -1, must multiply to the world's {world_size} "
+                f"ranks."
+            )
     except LayoutError as error:
-        raise RuntimeError(f"{invalid}: {error}") from None
-    if layout.size != world_size or not sizes:
-        raise RuntimeError(
-            f"{invalid}: its sizes, of which one may be -1, must multiply to the world's "
-            f"{world_size} ranks."
-        )
+        mesh = f"a mesh of {tuple(shape)} named {tuple(names)}"
+        raise RuntimeError(f"{mesh} is invalid: {error}") from None
     return layout
 
 
@@ -108,22 +104,3 @@ def create_mesh(layout: RankLayout, device_type: str) -> tuple[HyperCommGrid, De
     for dim, group in groups.items():
         grid.hold((dim,), group)
     return grid, grid.device_mesh(device_type=device_type)
-
-
-def create_flattened(mesh: DeviceMesh) -> tuple[GroupPool, ProcessGroup]:
-    """The group of all ranks of ``mesh``, and the pool that owns it. *Collective* over them."""
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    policy = replace(Policy.resolve(), share="none")
-    by_members = creation.way_of(creation.expected(policy), None, len(ranks)) == "members"
-    # A mesh of the whole world needs nobody else.
-    if not by_members and len(ranks) < dist.get_world_size():
-        raise RuntimeError(
-            f"rank {dist.get_rank()} cannot create a group of {len(ranks)} of "
-            f"{dist.get_world_size()} ranks: members alone cannot create one here, so every rank "
-            f"would have to take part. Create it with create_process_subgroup()."
-        )
-    name = "mesh " + "-".join(mesh.mesh_dim_names or ())
-    pool = GroupPool(policy, OWNER)
-    with pool.two_phase_commit(ranks, {"group": name}):
-        (group,) = pool.make(name, {name: ranks}, lambda: [ranks])
-    return pool, group

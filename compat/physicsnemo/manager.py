@@ -20,11 +20,10 @@ from compat.physicsnemo import groups, launch
 from compat.physicsnemo.tree import ProcessGroupConfig, ProcessGroupNode
 from hypergrid.agreement.commit import telling_others
 from hypergrid.groups.grid import HyperCommGrid
-from hypergrid.groups.pool import GroupPool
 
 
 class PhysicsNeMoUndefinedGroupError(Exception):
-    """A process group, or a dim of the mesh, that has not been created."""
+    """A process group that has not been created."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"there is no process group {name!r}: create it on every rank first.")
@@ -73,8 +72,7 @@ class DistributedManager:
     _group_names: dict[ProcessGroup, str]
     _group_ranks: dict[str, groups.Lists]
     _mesh_dims: dict[str, int]
-    _mesh_groups: dict[DeviceMesh, ProcessGroup]
-    _owners: list[HyperCommGrid | GroupPool]
+    _owners: list[HyperCommGrid]
 
     def __init__(self) -> None:
         # The attributes of this object stay those that they are also after cleanup().
@@ -85,7 +83,7 @@ class DistributedManager:
         attributes.setdefault("_cuda", torch.cuda.is_available())
         attributes.setdefault("_device", torch.device("cuda:0" if self._cuda else "cpu"))
         attributes.setdefault("_owners", [])
-        for name in ("_groups", "_group_names", "_group_ranks", "_mesh_dims", "_mesh_groups"):
+        for name in ("_groups", "_group_names", "_group_ranks", "_mesh_dims"):
             attributes.setdefault(name, {})
 
     def __reduce__(self) -> tuple[type[DistributedManager], tuple[()]]:
@@ -420,15 +418,6 @@ class DistributedManager:
             return self.initialize_mesh((-1,), ("world",))
         return self._global_mesh
 
-    def mesh(self, name: str | None = None) -> DeviceMesh:
-        """The mesh, or one dim of it. Raises PhysicsNeMoUndefinedGroupError if there is none."""
-        mesh = self._global_mesh
-        if mesh is None or name not in (None, *self._mesh_dims):
-            raise PhysicsNeMoUndefinedGroupError("the mesh" if name is None else name)
-        if name is None:
-            return mesh
-        return mesh[name]
-
     def initialize_mesh(
         self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]
     ) -> DeviceMesh:
@@ -445,19 +434,6 @@ class DistributedManager:
         manager._mesh_dims = dict(zip(layout.dims[::-1], layout.sizes[::-1], strict=True))
         manager._global_mesh = mesh
         return mesh
-
-    def get_mesh_group(self, mesh: DeviceMesh) -> ProcessGroup:
-        """The group of all ranks of ``mesh``. *Collective* over them the first time.
-
-        Raises RuntimeError if the mesh is a part of the world, and its members cannot create a
-        group alone.
-        """
-        if mesh.ndim == 1:
-            return mesh.get_group()
-        if mesh not in self._mesh_groups:
-            pool, self._mesh_groups[mesh] = groups.create_flattened(mesh)
-            self._owners.append(pool)
-        return self._mesh_groups[mesh]
 
     def _check_new(self, name: str, error: type[Exception]) -> None:
         if name in self._groups:

@@ -43,8 +43,8 @@ def refuse_drift(module: str) -> list[str]:
     name = module.rpartition(".")[2]
     definitions = source.definitions[name]
     replacement = vars(import_module(REPLACEMENTS[module]))
-    asides = dict.fromkeys(row.name for row in definitions if row.kind == "aside")
-    not_taken_over = [aside for aside in asides if aside not in replacement]
+    asides = [row.name for row in definitions if row.kind == "aside"]
+    not_taken_over = [aside for aside in dict.fromkeys(asides) if aside not in replacement]
     lacking = differences(definitions, replacement)
     if lacking:
         number = ".".join(map(str, releases.RELEASE))
@@ -106,8 +106,11 @@ def described(name: str, value: Any, known_arguments: Iterable[str] | None = Non
     that only hypergrid has harms no call.
     """
     if inspect.isclass(value):
-        bases = ", ".join(base.__name__ for base in value.__mro__[1:-1])
-        return f"class {name}({bases})" if bases else f"class {name}"
+        text = f"class {name}"
+        bases = [base.__name__ for base in value.__mro__[1:-1]]
+        if bases:
+            text += f"({', '.join(bases)})"
+        return text
     # The function in a static or class method, or in a property.
     function = getattr(value, "__func__", getattr(value, "fget", value))
     if not callable(function):
@@ -123,7 +126,8 @@ def described(name: str, value: Any, known_arguments: Iterable[str] | None = Non
     for argument in signature.parameters.values():
         is_required = argument.default is argument.empty
         if is_required or known_arguments is None or argument.name in known_arguments:
-            parameters.append(argument.replace(annotation=argument.empty))
+            without_hint = argument.replace(annotation=argument.empty)
+            parameters.append(without_hint)
     shown = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return f"{wrapper}{name}{shown}"
 
@@ -133,18 +137,20 @@ def loaded_definitions(names: Mapping[str, Any]) -> list[Definition]:
 
     Its text does not tell what a loop, a decorator or ``globals()`` has made of them.
     """
-    definitions = []
+    offered = {}
     for name, value in names.items():
         if not _is_offered(name, value):
             continue
-        members: Mapping[str, Any] = {}
-        if inspect.isclass(value):
-            members = vars(value)
-        definitions.append(Definition(name, "loaded", described(name, value)))
-        for member, part in members.items():
+        offered[name] = value
+        if not inspect.isclass(value):
+            continue
+        for member, part in vars(value).items():
             if member == "__init__" or not member.startswith("_"):
-                text = described(f"{name}.{member}", part)
-                definitions.append(Definition(f"{name}.{member}", "loaded", text))
+                offered[f"{name}.{member}"] = part
+    definitions = []
+    for name, value in offered.items():
+        text = described(name, value)
+        definitions.append(Definition(name, "loaded", text))
     return definitions
 
 

@@ -41,8 +41,8 @@ from hypergrid import of_torch
 from hypergrid.messages import few, shown_apart
 from hypergrid.policy import Agreement
 
-_NCCL_FIELDS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 _GETTERS = ("get_", "is_", "has_", "model_")
+_PLAIN = (bool, int, float, str, type, type(None))  # what a text tells completely
 
 
 class Call(NamedTuple):
@@ -112,11 +112,10 @@ class Record:
         state = ParallelState()
         state._put(self._written)
         values = empty_values(request)
-        pg_options = build.options_of_rows(planned_rows)
         build.prepare_environment(request)
         if dist.get_rank() in planned_rows.participants:
             pool: Any = _Pool()
-            build.fill(values, planned_rows, pg_options, pool)
+            build.fill(values, planned_rows, pool)
             # Whether outside code's own functions would keep the list is not planned.
             if {*self.helpers}.intersection(CREATORS).difference([NEW_GROUP]):
                 values["_global_process_group_list"] = getattr(
@@ -134,15 +133,18 @@ class Record:
     def replayed(self) -> Iterator[dict[str, Callable[..., Any]]]:
         """Inside, hypergrid is planned; gives the replaced functions that it is to call."""
         planned_environment = dict(self._environment)
-        namespace = SimpleNamespace(environ=planned_environment)
+        # The modules that set variables have an os of their own meanwhile.
+        own_os = SimpleNamespace(environ=planned_environment)
         with ExitStack() as stack:
-            for module in (build, communicators):
-                _replace(stack, module, "os", namespace)
+            _replace(stack, build, "os", own_os)
+            _replace(stack, communicators, "os", own_os)
             _replace(stack, build, "_barrier", lambda group: None)
             with self._patched(parallel_state, is_plan=True) as stand_ins:
                 yield {**self.helpers, **stand_ins}
         for name in sorted({*planned_environment, *os.environ}):
-            self.note(f"the variable {name}", os.environ.get(name), planned_environment.get(name))
+            stock_value = os.environ.get(name)
+            planned_value = planned_environment.get(name)
+            self.note(f"the variable {name}", stock_value, planned_value)
         for position, call in enumerate(self._calls):
             if position not in self._positions:
                 self.differences.append(f"{call.group}: stock creates it, and hypergrid would not")
@@ -165,7 +167,7 @@ class Record:
                 if name in CREATORS:
                     stand_ins[name] = self._stand_in(name, getattr(module, name), is_plan)
                     _replace(stack, module, name, stand_ins[name])
-            if any(name in self.helpers for name in GENERATORS):
+            if not self.helpers.keys().isdisjoint(GENERATORS):
                 stand_ins["RankGenerator"] = self._generator
                 _replace(stack, module, "RankGenerator", self._generator)
             yield stand_ins
@@ -324,10 +326,13 @@ def compare(
             ranks = planned_rows.participants
             state = record.planned_state(planned_rows)
         record.note("the result of initialize_model_parallel", result, None)
-        record.differences += differences(loaded_definitions(record.loaded), vars(parallel_state))
-        for name, value in vars(parallel_state).items():
-            is_stocks = is_upstreams(name, FUNCTIONS.get(name, value))
-            if is_stocks and name not in record.loaded:
+        definitions = loaded_definitions(record.loaded)
+        ours = vars(parallel_state)
+        record.differences += differences(definitions, ours)
+        for name, value in ours.items():
+            # A getter of ours runs in several namespaces: what is written says whose it is.
+            written = FUNCTIONS.get(name, value)
+            if is_upstreams(name, written) and name not in record.loaded:
                 record.differences.append(f"stock has no {name}, and hypergrid has")
         for name, stock_value, planned_value in _values(record, state):
             record.note(name, stock_value, planned_value)
@@ -339,21 +344,35 @@ def compare(
 def _values(record: Record, state: ParallelState) -> Iterator[tuple[str, Any, Any]]:
     """Private globals and the results of getters: their names, of stock, and as planned."""
     stock = record.stock
-    names = [name for name in vars(stock) if name not in record.loaded and name[:2] != "__"]
-    for name in (*sorted(SLOTS), *names):
-        values = [getattr(stock, name, _ABSENT), state._values.get(name, _ABSENT)]
+    slots = sorted(SLOTS)
+    for name in vars(stock):
+        # What was written since stock was loaded, also under a name that nobody knows.
+        if name not in record.loaded and not name.startswith("__"):
+            slots.append(name)
+    for name in slots:
+        stock_value = getattr(stock, name, _ABSENT)
+        planned_value = state._values.get(name, _ABSENT)
         if name == "_global_process_group_list":
-            # Its order is that of creation, which has no effect.
-            values = [sorted(v, key=id) if type(v) is list else v for v in values]
-        yield name, *values
+            stock_value = _in_one_order(stock_value)
+            planned_value = _in_one_order(planned_value)
+        yield name, stock_value, planned_value
     for name in FUNCTIONS:
         stock_getter = getattr(stock, name, None)
         if not callable(stock_getter) or not name.startswith(_GETTERS):
             continue
+        planned_getter = state._values[name]
         for arguments in _arguments(stock_getter, state):
-            text = ", ".join(f"{flag}={value}" for flag, value in arguments.items())
-            planned = _result(state._values[name], arguments)
-            yield f"{name}({text})", _result(stock_getter, arguments), planned
+            words = [f"{flag}={value}" for flag, value in arguments.items()]
+            stock_result = _result(stock_getter, arguments)
+            planned_result = _result(planned_getter, arguments)
+            yield f"{name}({', '.join(words)})", stock_result, planned_result
+
+
+def _in_one_order(groups: Any) -> Any:
+    """The list of all groups: its order is that of creation, which has no effect."""
+    if type(groups) is list:
+        return sorted(groups, key=id)
+    return groups
 
 
 def _arguments(getter: Callable[..., Any], state: ParallelState) -> Iterator[dict[str, Any]]:
@@ -362,15 +381,22 @@ def _arguments(getter: Callable[..., Any], state: ParallelState) -> Iterator[dic
     Of ``f(group_size, with_cp=False)``: ``{}``, ``{"with_cp": False}``, ``{"group_size": 2}`` ...
     """
     stages = state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE or 0
+    group_sizes = {1, 2, 4}
+    for group in of_torch.registered_groups():
+        group_sizes.add(group.size())
     values: dict[str, Sequence[Any]] = {
         "vp_stage": range(max(stages, 2)),
-        "group_size": sorted({1, 2, 4, *(group.size() for group in of_torch.registered_groups())}),
+        "group_size": sorted(group_sizes),
     }
     choices = []
     for name, parameter in inspect.signature(getter).parameters.items():
         if isinstance(parameter.default, bool):
             values[name] = (False, True)
-        choices.append([{}, *({name: value} for value in values.get(name, ()))])
+        # Left out, or one of its values.
+        ways: list[dict[str, Any]] = [{}]
+        for value in values.get(name, ()):
+            ways.append({name: value})
+        choices.append(ways)
     for combination in itertools.product(*choices):
         arguments = {}
         for choice in combination:
@@ -405,8 +431,10 @@ def _options(value: Any) -> Any:
     if isinstance(value, list):
         return [_options(options) for options in value]
     config = getattr(value, "config", None)
-    fields = {name: getattr(config, name, None) for name in _NCCL_FIELDS}
-    return [type(value).__name__, getattr(value, "is_high_priority_stream", None), fields]
+    fields = []
+    for name in communicators.OPTIONS:
+        fields.append(getattr(config, name, getattr(value, name, None)))
+    return [type(value).__name__, fields]
 
 
 class _Text(str):
@@ -421,19 +449,23 @@ _ABSENT = _Text("absent")
 
 def _text(value: Any) -> _Text:
     """A value as a text that tells types too: 1, 1.0 and True differ, and so do two groups."""
+    if isinstance(value, ProcessGroup):
+        ranks = few(get_process_group_ranks(value))
+        return _Text(f"{value.group_desc} of ranks [{ranks}], {value.group_name} in torch")
+    if isinstance(value, timedelta | _Text):
+        return _Text(value)
     kind = type(value)
     text = ""  # of a buffer, for example, which each side makes for itself
     if isinstance(value, list | tuple):
         text = repr([_text(part) for part in value])
     elif isinstance(value, dict):
-        text = repr(dict(sorted((_text(key), _text(part)) for key, part in value.items())))
-    elif isinstance(value, ProcessGroup):
-        ranks = few(get_process_group_ranks(value))
-        return _Text(f"{value.group_desc} of ranks [{ranks}], {value.group_name} in torch")
-    elif isinstance(value, timedelta | _Text):
-        return _Text(value)
-    elif isinstance(value, int | float | str | type | None):
+        texts = {}
+        for key, part in value.items():
+            texts[_text(key)] = _text(part)
+        text = repr(dict(sorted(texts.items())))
+    elif isinstance(value, _PLAIN):
         text = repr(value)
-    if kind in (list, dict, int, float, bool, str, type, type(None)):
-        return _Text(text)
-    return _Text(f"{kind.__name__} {text}".rstrip())
+    # Such as a subclass of int, which equals a number.
+    if kind not in (list, dict, *_PLAIN):
+        text = f"{kind.__name__} {text}".rstrip()
+    return _Text(text)

@@ -136,7 +136,9 @@ def test_a_failed_creation_leaves_what_it_would_have_shared(rank):
 @on_ranks(4)
 def test_new_timeouts_stay_those_of_the_states_that_have_them(rank):
     first, _ = equal_states(2)
-    with pytest.warns(RuntimeWarning, match="that of another ParallelState over"):
+    with pytest.warns(
+        RuntimeWarning, match="GROUP of ParallelState over .* and .* of ParallelState over"
+    ):
         first.update_pg_timeout(timedelta(minutes=3), first.get_tensor_model_parallel_group())
     third, fourth = equal_states(2)
     assert not communicators(third) & communicators(first)

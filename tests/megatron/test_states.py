@@ -12,7 +12,6 @@ from compat import parallel_state as ps
 from compat.megatron import getters
 from compat.state import ParallelState, make_current
 from hypergrid import HyperCommGrid
-from tests.support import warm
 from tests.support.forked import on_ranks, open_groups, total
 
 GETTERS = [
@@ -57,36 +56,6 @@ def test_every_getter_of_the_module_is_one_of_the_object():
     assert len(public) > 60
     for name in {*public} - {"get_nccl_options"}:  # which asks no state
         assert callable(getattr(state, name)), name
-
-
-def test_a_getter_runs_where_it_is_written_and_asks_the_current_state(two, monkeypatch):
-    for state in two:
-        with state.activate():
-            group = ps.get_tensor_model_parallel_group()
-            assert getters.get_tensor_model_parallel_group() is group
-            getters.set_tensor_model_parallel_rank(3)
-            assert ps.get_tensor_model_parallel_rank() == 3
-            monkeypatch.setattr(ps, "_MPU_TENSOR_MODEL_PARALLEL_RANK", 7)
-            assert getters.get_tensor_model_parallel_rank() == 7
-    with pytest.raises(AssertionError, match="tensor model parallel group is not initialized"):
-        getters.get_tensor_model_parallel_group()
-
-
-def test_getters_without_a_state_say_what_to_import():
-    code = (
-        "from compat.megatron.getters import get_tensor_model_parallel_rank as early\n"
-        "try:\n    early()\n"
-        "except AssertionError as error:\n    print(error)\n"
-        "import compat.parallel_state as ps\n"
-        "ps.set_tensor_model_parallel_rank(5)\n"
-        "print(early())"
-    )
-    done = warm.run("-c", code)
-    assert done.stdout.splitlines() == [
-        "get_tensor_model_parallel_rank() has no state to answer from: import "
-        "compat.parallel_state first.",
-        "5",
-    ]
 
 
 def test_two_states_live_side_by_side_and_share_no_group(two):

@@ -13,13 +13,12 @@ each other by the names that are there:
 
 The globals of ``compat.parallel_state`` are such a namespace: there are the values of the current
 state, and outside code reads, writes and replaces there what it likes, as on stock. A state that is
-not current has a namespace of its own, bound when it is first asked. A function that is called
-where it is written, or from here, asks the current state. All are *local*: no communication.
+not current has a namespace of its own, bound when it is first asked. Nobody calls a function where
+it is written: there are no values. All are *local*: no communication.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from types import FunctionType
 from typing import Any
@@ -53,22 +52,7 @@ def answer_from(names: dict[str, Any]) -> None:
     answering.update(bind_getters_to(names))
 
 
-def _asking_the_current_state(written: FunctionType) -> Any:
-    name = written.__name__
-
-    @functools.wraps(written)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if name not in answering:
-            raise AssertionError(
-                f"{name}() has no state to answer from: import compat.parallel_state first."
-            )
-        return answering[name](*args, **kwargs)
-
-    return function
-
-
-_MODULES = (groups, numbers, stages, setters)
-for _module in _MODULES:
+for _module in (groups, numbers, stages, setters):
     drop_absent(vars(_module))
     for _name, _value in vars(_module).items():
         if _name.startswith("__"):
@@ -76,14 +60,3 @@ for _module in _MODULES:
         _WRITTEN[_name] = _value
         if isinstance(_value, FunctionType) and _value.__module__ == _module.__name__:
             FUNCTIONS[_name] = _value
-for _name, _written in FUNCTIONS.items():
-    _asking = _asking_the_current_state(_written)
-    for _module in _MODULES:  # also where another one has imported it
-        if _name in vars(_module):
-            setattr(_module, _name, _asking)
-
-# Here, not above: by now the names of these modules are the functions that ask.
-from compat.megatron.getters.groups import *  # noqa: E402, F403
-from compat.megatron.getters.numbers import *  # noqa: E402, F403
-from compat.megatron.getters.setters import *  # noqa: E402, F403
-from compat.megatron.getters.stages import *  # noqa: E402, F403

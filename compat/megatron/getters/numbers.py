@@ -8,6 +8,7 @@ What outside code has set (``_MPU_TENSOR_MODEL_PARALLEL_RANK`` ...) comes before
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -86,12 +87,9 @@ def get_expert_model_parallel_src_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of this pipeline's first stage."""
-    try:  # costs less than to ask first
-        return _PIPELINE_GLOBAL_RANKS[0]
-    except TypeError:
-        if _PIPELINE_GLOBAL_RANKS is None:
-            raise missing("_PIPELINE_GLOBAL_RANKS") from None
-        raise
+    if _PIPELINE_GLOBAL_RANKS is None:
+        raise missing("_PIPELINE_GLOBAL_RANKS")
+    return _PIPELINE_GLOBAL_RANKS[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -102,40 +100,33 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the next stage; the first follows the last."""
-    ranks = _pipeline()
-    stage = get_pipeline_model_parallel_rank()
-    return ranks[(stage + 1) % get_pipeline_model_parallel_world_size()]
+    return _neighbour(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the previous stage; the last precedes the first."""
-    ranks = _pipeline()
-    stage = get_pipeline_model_parallel_rank()
-    return ranks[(stage - 1) % get_pipeline_model_parallel_world_size()]
+    return _neighbour(-1)
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Tensor-parallel size."""
     if _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-    group = get_tensor_model_parallel_group()
-    return _tp[2] if group is _tp[0] else _size_of(group)
+    return _size_of(get_tensor_model_parallel_group())
 
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's place in the tensor-parallel group."""
     if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_RANK
-    group = get_tensor_model_parallel_group()
-    return _tp[1] if group is _tp[0] else _rank_in(group)
+    return _rank_in(get_tensor_model_parallel_group())
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Number of pipeline stages."""
     if _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    group = get_pipeline_model_parallel_group()
-    return _pp[2] if group is _pp[0] else _size_of(group)
+    return _size_of(get_pipeline_model_parallel_group())
 
 
 def get_pipeline_model_parallel_rank() -> int:
@@ -143,7 +134,10 @@ def get_pipeline_model_parallel_rank() -> int:
     if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_RANK
     group = get_pipeline_model_parallel_group()
-    return _pp[1] if group is _pp[0] else dist.get_rank(group)
+    try:
+        return _numbers[group][0]
+    except (KeyError, TypeError):  # of outside code's own group torch tells it, as on stock
+        return dist.get_rank(group)
 
 
 @as_released
@@ -155,9 +149,7 @@ def get_data_parallel_world_size(
     """Data-parallel size; arguments as for the group."""
     if _MPU_DATA_PARALLEL_WORLD_SIZE is not None:
         return _MPU_DATA_PARALLEL_WORLD_SIZE
-    if not _numbers and not _answers():
-        return 0
-    return _size_of(_data_parallel(with_context_parallel, partial_data_parallel, with_gtp_remat))
+    return _size(_data_parallel, with_context_parallel, partial_data_parallel, with_gtp_remat)
 
 
 @as_released
@@ -169,95 +161,69 @@ def get_data_parallel_rank(
     """This rank's place in the data-parallel group; arguments as for the group."""
     if _MPU_DATA_PARALLEL_RANK is not None:
         return _MPU_DATA_PARALLEL_RANK
-    if not _numbers and not _answers():
-        return 0
-    return _rank_in(_data_parallel(with_context_parallel, partial_data_parallel, with_gtp_remat))
+    return _rank(_data_parallel, with_context_parallel, partial_data_parallel, with_gtp_remat)
 
 
 def get_context_parallel_world_size() -> int:
     """Context-parallel size."""
-    if not _numbers and not _answers():
-        return 0
-    return _size_of(get_context_parallel_group())
+    return _size(get_context_parallel_group)
 
 
 def get_context_parallel_rank() -> int:
     """This rank's place in the context-parallel group."""
-    if not _numbers and not _answers():
-        return 0
-    return _rank_in(get_context_parallel_group())
+    return _rank(get_context_parallel_group)
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
     """Size of the tensor x context parallel group."""
-    if not _numbers and not _answers():
-        return 0
-    return _size_of(get_tensor_and_context_parallel_group())
+    return _size(get_tensor_and_context_parallel_group)
 
 
 def get_tensor_and_context_parallel_rank() -> int:
     """This rank's place in the tensor x context parallel group."""
-    if not _numbers and not _answers():
-        return 0
-    return _rank_in(get_tensor_and_context_parallel_group())
+    return _rank(get_tensor_and_context_parallel_group)
 
 
 def get_gtp_weight_remat_world_size() -> int:
     """gtp_remat size; 0 where there is no such group."""
-    if not _numbers and not _answers():
+    if get_gtp_weight_remat_group(False) is None:
         return 0
-    group = get_gtp_weight_remat_group(check_initialized=False)
-    if group is None:
-        return 0
-    return _size_of(group)
+    return _size(get_gtp_weight_remat_group, False)
 
 
 def get_gtp_weight_remat_rank() -> int:
     """This rank's place in the gtp_remat group; 0 where there is none."""
-    if not _numbers and not _answers():
+    if get_gtp_weight_remat_group(False) is None:
         return 0
-    group = get_gtp_weight_remat_group(check_initialized=False)
-    if group is None:
-        return 0
-    return _rank_in(group)
+    return _rank(get_gtp_weight_remat_group, False)
 
 
 def get_expert_gtp_weight_remat_world_size() -> int:
     """Expert gtp_remat size; 0 where there is no such group."""
-    if not _numbers and not _answers():
+    if get_expert_gtp_weight_remat_group(False) is None:
         return 0
-    group = get_expert_gtp_weight_remat_group(check_initialized=False)
-    if group is None:
-        return 0
-    return _size_of(group)
+    return _size(get_expert_gtp_weight_remat_group, False)
 
 
 def get_expert_gtp_weight_remat_rank() -> int:
     """This rank's place in the expert gtp_remat group; 0 where there is none."""
-    if not _numbers and not _answers():
+    if get_expert_gtp_weight_remat_group(False) is None:
         return 0
-    group = get_expert_gtp_weight_remat_group(check_initialized=False)
-    if group is None:
-        return 0
-    return _rank_in(group)
+    return _rank(get_expert_gtp_weight_remat_group, False)
 
 
 def get_expert_model_parallel_world_size() -> int:
     """Expert-parallel size."""
     if _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE
-    if not _numbers and not _answers():
-        return 0
-    return _size_of(get_expert_model_parallel_group())
+    return _size(get_expert_model_parallel_group)
 
 
 def get_expert_model_parallel_rank() -> int:
     """This rank's place in the expert-parallel group."""
     if _MPU_EXPERT_MODEL_PARALLEL_RANK is not None:
         return _MPU_EXPERT_MODEL_PARALLEL_RANK
-    if not _numbers and not _answers():
-        return 0
-    return _rank_in(get_expert_model_parallel_group())
+    return _rank(get_expert_model_parallel_group)
 
 
 def get_expert_tensor_parallel_world_size() -> int | None:
@@ -280,16 +246,12 @@ def get_expert_tensor_parallel_rank() -> int | None:
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
     """Size of the expert tensor x expert parallel group."""
-    if not _numbers and not _answers():
-        return 0
-    return _size_of(get_expert_tensor_and_model_parallel_group())
+    return _size(get_expert_tensor_and_model_parallel_group)
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
     """This rank's place in the expert tensor x expert parallel group."""
-    if not _numbers and not _answers():
-        return 0
-    return _rank_in(get_expert_tensor_and_model_parallel_group())
+    return _rank(get_expert_tensor_and_model_parallel_group)
 
 
 @as_released
@@ -297,9 +259,7 @@ def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Expert-data-parallel size; arguments as for the group."""
-    if not _numbers and not _answers():
-        return 0
-    return _size_of(_expert_data_parallel(partial_expert_data_parallel, with_gtp_remat))
+    return _size(_expert_data_parallel, partial_expert_data_parallel, with_gtp_remat)
 
 
 @as_released
@@ -307,9 +267,7 @@ def get_expert_data_parallel_rank(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """This rank's place in the expert-data-parallel group."""
-    if not _numbers and not _answers():
-        return 0
-    return _rank_in(_expert_data_parallel(partial_expert_data_parallel, with_gtp_remat))
+    return _rank(_expert_data_parallel, partial_expert_data_parallel, with_gtp_remat)
 
 
 def get_all_ranks() -> str:
@@ -360,8 +318,26 @@ def _of_size(kind: str, groups: Any, check_initialized: bool, size: int | None) 
     return groups[size]
 
 
+def _rank(getter: Callable[..., Any], *arguments: Any) -> int:
+    """This rank's place in the group that a getter returns; as upstream, 0 without torch's."""
+    if not _numbers and not _answers():
+        return 0
+    return _rank_in(getter(*arguments))
+
+
+def _size(getter: Callable[..., Any], *arguments: Any) -> int:
+    """The size of the group that a getter returns; as upstream, 0 without torch's."""
+    if not _numbers and not _answers():
+        return 0
+    return _size_of(getter(*arguments))
+
+
 def _rank_in(group: Any) -> int:
-    """This rank's place in a group: known of those that the state made."""
+    """This rank's place in a group: known of those that the state made.
+
+    Known, and not asked of the group: compiled code would keep the first answer for the groups of
+    other states.
+    """
     try:
         return _numbers[group][0]
     except (KeyError, TypeError):  # outside code's own group
@@ -379,3 +355,10 @@ def _pipeline() -> list[Any]:
     if _PIPELINE_GLOBAL_RANKS is None:
         raise missing("_PIPELINE_GLOBAL_RANKS")
     return _PIPELINE_GLOBAL_RANKS
+
+
+def _neighbour(step: int) -> int:
+    """Global rank of the stage so many stages behind this one; the first follows the last."""
+    ranks = _pipeline()
+    stage = get_pipeline_model_parallel_rank() + step
+    return ranks[stage % get_pipeline_model_parallel_world_size()]
