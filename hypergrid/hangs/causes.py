@@ -153,12 +153,18 @@ class Rules:
     def _missed(self, kind: Kind, named: set[int]) -> Cause:
         """The ranks that are missed in the first of all calls that wait for one of them."""
         waits = self._waits_for(named)
-        first = min(waits, key=lambda wait: (wait.at, -wait.ns), default=None)
+        first = min(waits, key=lambda wait: self._lateness(named, wait), default=None)
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, first)
         if first is not None:
             named = named & first.missed
         return Cause(kind, tuple(sorted(named)), first, doubt=doubt)
+
+    def _lateness(self, named: set[int], wait: Wait) -> tuple[bool, int, int]:
+        """Whether the call is not due, how late in the program it is, and how short its wait."""
+        missed_rank = min(named & wait.missed)
+        is_due = self.history.is_due(missed_rank, wait.call)
+        return (not is_due, wait.at, -wait.ns)
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         """The calls in which at least one of the ranks is missed."""

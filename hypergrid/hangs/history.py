@@ -187,6 +187,13 @@ class History:
         """How many ranks made a call that one rank made, each in its own group."""
         return self._makers[int(self._tokens[rank][at])]
 
+    def is_due(self, rank: int, call: Call) -> bool:
+        """Whether a rank usually makes such a call after its last one."""
+        if rank not in self._tokens:
+            return False
+        next_place = len(self._tokens[rank])
+        return self._usual_kind(rank, next_place) == self._kind_of[call.title]
+
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made this call after the same one, or as its first."""
         tokens = self._tokens[rank].tolist()
