@@ -11,12 +11,14 @@ from __future__ import annotations
 import gc
 import io
 import math
-import multiprocessing
+import os
 import pickle
 import resource
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +30,6 @@ _BYTES_OF_A_BYTE = 64
 _SECONDS = 0.5  # of the processor, of which the system counts whole ones
 _SECONDS_OF_A_MIB = 0.25  # 0.03 are needed
 _Answer = TypeVar("_Answer")
-_FORK = multiprocessing.get_context("fork")
 
 
 class Refused(Exception):
@@ -89,10 +90,14 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
-        self.answers, answers = _FORK.Pipe(duplex=False)
-        arguments = (self.load, [*self.paths], answers)
-        self.process = _FORK.Process(target=_work, args=arguments, daemon=True)
-        self.process.start()
+        self.answers, answers = Pipe(duplex=False)
+        # A process of multiprocessing could not be started where the caller is one itself.
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _work(self.load, [*self.paths], answers)
+            finally:
+                os._exit(0)
         answers.close()  # so that the end of the process is the end of the pipe
 
     def next(self) -> Any:
@@ -109,9 +114,11 @@ class _Worker:
 
     def end(self) -> None:
         """End the process, if it has not ended."""
-        self.answers.close()
-        self.process.kill()
-        self.process.join()
+        if self.pid:
+            self.answers.close()
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
 
 
 def _work(load: Callable[[Path], Any], paths: Sequence[Path], answers: Any) -> None:

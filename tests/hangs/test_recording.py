@@ -1,6 +1,7 @@
 """Dumps are read whatever they hold: nothing that is loaded runs, nothing that is cut ends it."""
 
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -102,6 +103,12 @@ def test_several_processes_read_what_one_reads(tmp_path):
         assert [*together.ranks[rank].calls] == [*recording.calls]
     for name in ("problems", "groups", "titles", "world_size"):
         assert getattr(together, name) == getattr(alone, name)
+
+
+def test_a_process_of_a_pool_reads_too(tmp_path):
+    write(tmp_path, recorders())
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert sorted(pool.apply(read, (tmp_path,)).ranks) == [0, 1]
 
 
 # Files that are cut, strange or of somebody else.
