@@ -442,18 +442,27 @@ class Request:
 
     def _lay_out(self, grid: str) -> RankLayout:
         sizes = self._sizes(grid)
+        has_unknown_dim = "gtp_remat" in self.order.lower() and not RELEASE_HAS["gtp_remat"]
+        if has_unknown_dim and not self.decides_ranks:
+            self._check_order(sizes)
         if self.rank_offset < 0:
             raise ValueError(f"rank_offset must be at least 0, got {self.rank_offset}.")
-        written_sizes = dict(sizes)
-        if not RELEASE_HAS["gtp_remat"] or "gtp_remat" not in self.order.lower():
-            del written_sizes["gtp_remat"]
         try:
-            # What is refused is named as the caller wrote it, without the gtp_remat that we insert.
-            lay_out(self.order, written_sizes)
             return lay_out(self._order(grid), sizes, self.rank_offset)
         except (LayoutError, RuntimeError) as error:
             if self.decides_ranks:  # then only the sizes of the layout are used
                 return lay_out(inject_gtp_remat_axis(Request.order), sizes, self.rank_offset)
+            self._check_order(sizes)
+            raise type(error)(f"{error}{self._order_source}") from None
+
+    def _check_order(self, sizes: dict[str, int]) -> None:
+        """Refuse the order as the caller wrote it, without the gtp_remat that we insert."""
+        named_sizes = dict(sizes)
+        if not RELEASE_HAS["gtp_remat"] or "gtp_remat" not in self.order.lower():
+            del named_sizes["gtp_remat"]
+        try:
+            lay_out(self.order, named_sizes)
+        except (LayoutError, RuntimeError) as error:
             raise type(error)(f"{error}{self._order_source}") from None
 
     @property

@@ -206,7 +206,7 @@ class Watch:
             parts.append(f"missing: {missing} of {_spans(silent)}")
         return (
             f"{waited} in {self.call}: {arrived} of {len(self.ranks)} ranks {self.done}, "
-            f"{'; '.join(parts)}"
+            f"{'; '.join(parts) or 'the last a moment ago'}"
         )
 
 

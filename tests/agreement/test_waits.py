@@ -107,7 +107,7 @@ def test_a_suspension_says_who_is_missing(rank):
     grid = HyperCommGrid((4,), ("dp",))
     grid.create_pg("dp")
     if rank == 2:
-        time.sleep(2.8)
+        time.sleep(4)
     texts = warned(grid.suspend)
     assert "in suspend of HyperCommGrid" in texts[0][0]
     assert texts[0][0].endswith("3 of 4 ranks are here, missing: 2")
@@ -123,6 +123,11 @@ def test_closing_where_nccl_waits_says_for_whom(rank):
     texts = warned(ps.destroy_model_parallel)
     assert "in closing TENSOR_MODEL_PARALLEL_GROUP of ranks 0..3: 3 of 4 ranks" in texts[0][0]
     assert texts[0][0].endswith("missing: 3")
+
+
+def test_where_the_last_rank_has_just_come_none_is_missing():
+    watch = waits.Watch(dist.HashStore(), range(4), 0, "a test", lambda: 4)
+    assert watch._text().endswith(" in a test: 4 of 4 ranks are here, the last a moment ago")
 
 
 def test_of_many_missing_ranks_sixteen_are_shown_and_their_number():
