@@ -154,6 +154,11 @@ def initialize_model_parallel(
         Already initialised; torch.distributed is not; sizes that contradict each other.
     TypeError, ValueError
         A wrong type; a size below 1; a window outside the world; an unknown dim in the order.
+    AgreementError, CreationError
+        On every rank: ranks ask for different groups, or one of them is missing or refuses; a
+        group could not be created, and none is left.
+    AbortedError
+        ``hypergrid.abort()`` was called meanwhile.
     """
     # A launcher's --order and HYPERGRID_ORDER come before the argument.
     order, order_source = outermost("order", order)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,13 @@ from typing import Any
 import torch.distributed as dist
 
 from compat.megatron.request import Request
+from hypergrid import logs
 from hypergrid.agreement.store import shared_store
 from hypergrid.layout import RankLayout
 from hypergrid.messages import few, one_line
 from hypergrid.topology import Topology
+
+_log = logging.getLogger("hypergrid.hosts")
 
 
 def tell_host(request: Request) -> None:
@@ -56,7 +59,7 @@ def warn_of_tp_across_hosts(request: Request) -> None:
         hosts = [one_line(value.decode()) for value in store.multi_get(keys)]
         sentence = tp_across_hosts(layout, request.order, hosts)
         if sentence:
-            warnings.warn(sentence, stacklevel=4)
+            logs.warn(sentence, _log)  # raises nothing: the other ranks have their groups
 
 
 def tp_across_hosts(layout: RankLayout, order: str, hosts: Sequence[str]) -> str:

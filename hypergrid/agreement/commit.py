@@ -114,7 +114,7 @@ def prepare(
     equal. With phase 2 that costs four round trips to the store per rank, a fifth at a process's
     first, and one for each further look of a rank that waits; proposals are written and read only
     if they differ.
-    ``HYPERGRID_AGREEMENT=0`` on all ranks leaves the comparison out.
+    ``HYPERGRID_AGREEMENT=0`` on all ranks leaves both phases out.
 
     ``store`` is that of ``creating``; ``ranks`` ascend, with this one. JSON can hold what is in
     the ``proposal``. The ``policy`` is compared too; its "auto" is the best way that all ranks

@@ -11,7 +11,7 @@ from compat import parallel_state as ps
 from compat.megatron.hosts import tp_across_hosts
 from hypergrid import RankLayout
 from tests.support.counting import CountingStore
-from tests.support.forked import from_all, on_ranks, store
+from tests.support.forked import from_all, on_ranks, store, total
 
 
 def warned(rank, hosts, **arguments):
@@ -36,6 +36,15 @@ def test_the_first_rank_alone_warns_where_ranks_are_interleaved_over_hosts(rank)
         "group: every layer waits for the network. None would with the ranks of each host next to "
         "each other, hosts in the order a, b (srun --distribution=block"
     )
+
+
+@on_ranks(4)
+def test_where_warnings_are_errors_the_rank_that_warns_has_its_groups_as_all_others(rank):
+    with mock.patch.object(socket, "gethostname", lambda: "abab"[rank]):
+        warnings.simplefilter("error", RuntimeWarning)
+        warnings.simplefilter("error", UserWarning)
+        ps.initialize_model_parallel(2)
+    assert total(ps.get_tensor_model_parallel_group()) == 2
 
 
 @on_ranks(4)
