@@ -56,6 +56,9 @@ class HyperCommGrid:
     variable ``WORLD_SIZE``, if that is set.
     """
 
+    _shape: Sequence[int]
+    _dim_names: Sequence[str]
+
     def __init__(
         self,
         shape: Sequence[int],
@@ -69,6 +72,9 @@ class HyperCommGrid:
         if "WORLD_SIZE" in os.environ:
             world_size = int(os.environ["WORLD_SIZE"])
         self._hold(Core.over(layout, backend=backend, world_size=world_size))
+        # As the caller gave them: lists stay lists.
+        self._shape = shape[:]
+        self._dim_names = dim_names[:]
 
     @classmethod
     def from_core(cls, core: Core) -> HyperCommGrid:
@@ -83,13 +89,15 @@ class HyperCommGrid:
 
     def _hold(self, core: Core) -> None:
         self.core = core
+        self._shape = core.shape
+        self._dim_names = core.dim_names
         self.backend = core.backend
         # Groups of others stay open when this grid is destroyed.
         self._borrowed = self._foreign()
 
     # Only read: another size or dim is another grid.
-    shape: list[int] = property(attrgetter("core.shape"))  # type: ignore[assignment]
-    dim_names: list[str] = property(attrgetter("core.dim_names"))  # type: ignore[assignment]
+    shape: Sequence[int] = property(attrgetter("_shape"))  # type: ignore[assignment]
+    dim_names: Sequence[str] = property(attrgetter("_dim_names"))  # type: ignore[assignment]
     rank_offset: int = property(attrgetter("core.rank_offset"))  # type: ignore[assignment]
     size: int = property(attrgetter("core.size"))  # type: ignore[assignment]
 
@@ -201,8 +209,9 @@ class HyperCommGrid:
         names = _listed(dims, known_dims)
         for name in names:
             if name not in known_dims:
-                # Stock without views finds no group of such a dim.
-                kind = ValueError if RELEASE_HAS["grid_views"] else KeyError
+                # Stock without views finds no group of a single dim that it does not have.
+                is_not_found = isinstance(dims, str) and not RELEASE_HAS["grid_views"]
+                kind = KeyError if is_not_found else ValueError
                 raise kind(
                     Sentence(
                         f"{name!r} is not in view {view or BASE!r}, whose dims are "

@@ -280,8 +280,15 @@ class ParallelState:
             return "ParallelState(destroyed)"
         if self.request is None:
             return "ParallelState(not initialized)"
+        rank = -1  # in no layout
+        if dist.is_initialized():
+            rank = dist.get_rank()
+        layout = self.request.decoder
+        place = "outside the window"
+        if rank in layout:
+            place = f"{layout.trimmed.coordinate(rank)}"
         suspended = ", suspended" if self._is_suspended else ""
-        return f"ParallelState({self.name} over {self.request.decoder!r}{suspended})"
+        return f"ParallelState(rank {rank} at {place} of {layout!r}{suspended})"
 
     def note_group(self, group: ProcessGroup) -> None:
         """Let ``update_pg_timeout`` reach a group that the caller created and owns."""

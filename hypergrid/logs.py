@@ -59,15 +59,33 @@ def warn(text: str, logger: logging.Logger) -> None:
     Never raises, also where warnings are errors: who waits for other ranks must not leave them.
     """
     logger.warning(text)
-    handlers = [*_root.handlers]
-    if _root.propagate:
-        handlers.extend(logging.getLogger().handlers)
-    for handler in handlers:
-        stream = getattr(handler, "stream", None)
-        if stream in (sys.stderr, sys.stdout) and handler.level <= logging.WARNING:
-            return
-    with suppress(RuntimeWarning):
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    if not _prints_warnings(logger):
+        with suppress(RuntimeWarning):
+            warnings.warn(text, RuntimeWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """How many frames above ``warn`` the code is that has called this library."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("hypergrid", "compat", "contextlib"):
+            break
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def _prints_warnings(logger: logging.Logger | None) -> bool:
+    """Whether a handler prints the logger's warnings where ``warnings`` are printed too."""
+    while logger is not None:
+        for handler in logger.handlers:
+            stream = getattr(handler, "stream", None)
+            if stream in (sys.stderr, sys.stdout) and handler.level <= logging.WARNING:
+                return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 print_as_set()

@@ -118,7 +118,10 @@ PARTS = {
         "hypergrid.record(after=...) reads the flight recorder also of a rank that goes on",
     ),
     "recorder": Part(
-        ("torch._C._distributed_c10d._dump_fr_trace",),
+        (
+            "torch._C._distributed_c10d._dump_fr_trace",
+            "torch._C._distributed_c10d._dump_fr_trace_json",
+        ),
         "dump what torch's flight recorder knows; also _dump_nccl_trace where NCCL is built in",
         "hypergrid.record() writes groups and stacks only",
     ),
@@ -491,12 +494,21 @@ def forget(group: ProcessGroup) -> None:
 
 def recorded(stacks: bool) -> list[bytes]:
     """Each flight recorder's dump, pickled: NCCL has one of its own."""
-    dumps = []
+    return [read(True, stacks, False) for read in _recorders("")]
+
+
+def recorded_calls() -> list[str]:
+    """Each flight recorder's dump in JSON, without stacks."""
+    return [read(True, False) for read in _recorders("_json")]
+
+
+def _recorders(ending: str) -> list[Any]:
+    functions = []
     for kind in ("nccl", "fr"):
-        dump = getattr(torch._C._distributed_c10d, f"_dump_{kind}_trace", None)
-        if dump is not None:
-            dumps.append(dump(True, stacks, False))
-    return dumps
+        function = getattr(torch._C._distributed_c10d, f"_dump_{kind}_trace{ending}", None)
+        if function is not None:
+            functions.append(function)
+    return functions
 
 
 def calls_of(group: Any) -> int | None:

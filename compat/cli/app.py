@@ -123,6 +123,9 @@ def _write_page(
     subject: PlannedJob, plan: GroupPlan, path: str, names: Sequence[str], by: str | None
 ) -> None:
     """Write the page of these layouts of the plan; ``-`` prints it."""
+    if "decoder" not in subject.plan.layouts:  # of outside code, whose names it has
+        plan = subject.plan
+        names = list(plan.layouts)
     if by is not None:
         plan.layouts[names[0]].dim_size(by)  # refuses a dim that is not there
     with prints.working(f"Writing {path}"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from compat.cli.line import Command
 from compat.cli.reader import OF_SCRIPT, RANKS_BESIDE, Option, Reader, options_of
-from compat.cli.world import options_of_variables, read_programs
+from compat.cli.world import LAUNCHERS, options_of_variables, read_programs
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import Job, JobError, of_settings, settings_of
 
@@ -53,7 +53,7 @@ def taken_apart(words: Sequence[str]) -> Launch:
             break
         else:
             rest = behind(launch, rest)
-    if ":" in words and launch.programs:
+    if ":" in words and any(name in LAUNCHERS for name, _ in launch.programs):
         raise JobError(
             "the command has another part of the job behind a colon. Give the sizes instead of "
             "the command: --world-size 64 --tp 4."

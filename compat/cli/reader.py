@@ -15,6 +15,7 @@ from compat.cli.line import LONGEST
 from compat.planned.flags import Flag, flags_of
 from compat.planned.job import (
     NOT_READ,
+    PARALLEL,
     SIZES,
     STRAY,
     USED,
@@ -27,6 +28,8 @@ from hypergrid.messages import shown
 OF_SCRIPT = {**flags_of("megatron"), **SIZES}
 READINGS = (USED, WITHOUT_EFFECT, NOT_READ, STRAY, WITHOUT_VALUE)
 _MOST_VALUES = {"?": 1, "*": LONGEST, "+": LONGEST}  # a number stands for itself
+# argparse and click take both forms, SLURM and MPI only their own.
+_TAKES_UNDERSCORES = ("torchrun", "accelerate", "deepspeed", "ours")
 _DIM = "(tp|pp|cp|ep|dp|etp|vp)p?"
 # --tp_size, --epParallel; --size-of-pp
 _SIZE_OF_DIM = (
@@ -42,10 +45,12 @@ RANKS_BESIDE = "Give --world-size and --gpus-per-node beside the command."
 _SHORTEST = 6  # letters
 _LONG_SIZES = [name for name in SIZES if len(name) >= _SHORTEST]
 _ALIKE = 0.9  # of 1: two edits of a name of 26 letters
-_GROUPING = [name.replace("-", "_") for name, row in SIZES.items() if row.kind != "model"]
+_NAMES = [name.replace("-", "_") for name in SIZES]
 # Files of sizes, and overrides of Bridge, NeMo and verl, whose other sizes are in the program:
 # model.tensor_model_parallel_size=4, tp=4, model={tp: 4}
-_HOLDS_SIZES = re.compile(rf"\.(ya?ml|toml)\Z|\b({'|'.join(_GROUPING)})['\"]?\s*[=:]")
+_HOLDS_SIZES = re.compile(
+    rf"\.(ya?ml|toml)\Z|{'|'.join(PARALLEL)}|\b({'|'.join(_NAMES)})['\"]?\s*[=:]"
+)
 
 _UNLISTED = Flag("*", "unlisted")  # has all words up to the next flag
 
@@ -77,8 +82,8 @@ def options_of(
         text = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word)  # -N16 is -N=16
         flag, equals, value = text.partition("=")
         name = flag.lstrip("-")
-        if program:
-            name = name.replace("_", "-")  # as argparse and click do
+        if program in _TAKES_UNDERSCORES:
+            name = name.replace("_", "-")
         row = table.get(name, _UNLISTED)
         # How many words such a flag takes is open, and so where the script begins.
         if row is _UNLISTED and program:

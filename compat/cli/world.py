@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -51,8 +51,7 @@ def read_programs(
         return
     if not launchers:
         of_rank: dict[str, int] = {}
-        for option in options_of_variables("rank", variables):
-            reader.read(option, of_rank)
+        _read_variables(reader, "rank", options_of_variables("rank", variables), of_rank)
         if "world" in of_rank:
             reader.settings.update({**of_rank, **reader.overrides})
         return
@@ -77,6 +76,22 @@ def options_of_variables(program: str, variables: Mapping[str, str]) -> Iterator
             yield Option(variable, row, [text])
 
 
+def _read_variables(
+    reader: Reader, program: str, options: Iterable[Option], numbers: dict[str, int]
+) -> None:
+    """Read variables into ``numbers``; one that says otherwise than a flag, or another, is refused.
+
+    How many tasks a launcher then starts depends on its version.
+    """
+    for option in options:
+        told: dict[str, int] = {}
+        reader.read(option, told)
+        for meaning, number in told.items():
+            if numbers.setdefault(meaning, number) != number:
+                text = option.values[0]
+                raise _not_decided(program, f"is told otherwise by {option.flag}={text}")
+
+
 def _not_decided(program: str, why: str) -> JobError:
     return JobError(f"{program} {why}. {RANKS_BESIDE}")
 
@@ -95,16 +110,11 @@ def _ranks_of(
     if per_host is not None:
         numbers["per_host"] = per_host
     is_decided = len(numbers.keys() & {*Ranks._fields}) >= 2
+    options_read = []
     for option in options_of_variables(program, variables):
-        if is_decided and option.row.meaning in Ranks._fields:
-            continue
-        told: dict[str, int] = {}
-        reader.read(option, told)
-        for meaning, number in told.items():
-            # How many tasks the launcher then starts depends on its version.
-            if numbers.setdefault(meaning, number) != number:
-                text = variables[option.flag]
-                raise _not_decided(program, f"is told otherwise by {option.flag}={text}")
+        if not is_decided or option.row.meaning not in Ranks._fields:
+            options_read.append(option)
+    _read_variables(reader, program, options_read, numbers)
     # GPUs are not read, from which it would count its tasks.
     if "tasks" not in numbers and "tasks_from_gpus" not in numbers:
         numbers = {**_DEFAULTS.get(program, {}), **numbers}
@@ -144,14 +154,15 @@ def head_of(script: str) -> dict[str, str]:
         if re.match(r"#SBATCH\s", line) is None:
             continue
         try:
-            words += shlex.split(line.removeprefix("#SBATCH"), comments=True)
+            words_of_line = shlex.split(line.removeprefix("#SBATCH"), comments=True)
         except ValueError:
             raise JobError(f"the line {line} leaves a quote open. Close it.") from None
-    if "hetjob" in words or "packjob" in words:
-        raise JobError(
-            "the job has several parts (#SBATCH hetjob), whose hosts differ. Give the sizes "
-            "instead of the script: --world-size 64 --tp 4."
-        )
+        if words_of_line in (["hetjob"], ["packjob"]):
+            raise JobError(
+                "the job has several parts (#SBATCH hetjob), whose hosts differ. Give the sizes "
+                "instead of the script: --world-size 64 --tp 4."
+            )
+        words += words_of_line
     rows = flags_of("srun")
     numbers: dict[str, str] = {}
     variables = {}

@@ -42,6 +42,10 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     ``values["_numbers"]`` the group's ``(1, 2)``: rank 3 is at place 1 of 2.
     """
     request = planned_rows.request
+    pg_options: list[Any] = [None] * len(planned_rows.rows)
+    if _takes_options(request):
+        with request.telling_others():  # their errors must be raised before a group exists
+            pg_options = options_of_rows(planned_rows)
     prepare_environment(request)
     if request.pretended_world is not None:
         _warn_of_pretended_ranks(request.pretended_world)
@@ -65,7 +69,7 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
     try:
         with commit:
             _check_window(planned_rows, pool.agreement)
-            fill(values, planned_rows, pool)
+            fill(values, planned_rows, pg_options, pool)
             tell_host(request)  # others read it when all ranks have all groups
         _barrier_on_each(request, values)
         return _grid_over(planned_rows, values, pool)
@@ -75,6 +79,19 @@ def build(planned_rows: PlannedRows, values: Values) -> HyperCommGrid:
         raise
 
 
+def _takes_options(request: Request) -> bool:
+    # Helpers ask for the options themselves.
+    has_options = request.nccl_configs or "get_nccl_options" in request.helpers
+    return bool(has_options) and not request.calls_helpers
+
+
+def options_of_rows(planned_rows: PlannedRows) -> list[Any]:
+    """The communicator options of each row."""
+    if not _takes_options(planned_rows.request):
+        return [None] * len(planned_rows.rows)
+    return [_options(planned_rows, planned) for planned in planned_rows.rows]
+
+
 def prepare_environment(request: Request) -> None:
     """Set and remove the variables that upstream does before it creates a group."""
     os.environ.pop(_COLLNET, None)
@@ -82,7 +99,12 @@ def prepare_environment(request: Request) -> None:
         communicators.prepare_ucc()
 
 
-def fill(values: Values, planned_rows: PlannedRows, pool: GroupPool) -> None:
+def fill(
+    values: Values,
+    planned_rows: PlannedRows,
+    pg_options: Sequence[Any],
+    pool: GroupPool,
+) -> None:
     """Create this rank's groups in ``pool``, and put them into ``values``, as ``build`` says.
 
     A shadow run calls it too, with a pool that looks up the groups of stock. *Collective* over the
@@ -90,9 +112,9 @@ def fill(values: Values, planned_rows: PlannedRows, pool: GroupPool) -> None:
     """
     values["_global_process_group_list"] = [None]  # the default group
     if not planned_rows.request.calls_helpers:
-        for planned in planned_rows.rows:
+        for planned, options in zip(planned_rows.rows, pg_options, strict=True):
             with _sharp([planned], planned_rows, values):
-                _create(pool, planned_rows, planned, values)
+                _create(pool, planned_rows, planned, options, values)
     else:  # outside code has replaced create_group or its like
         _call_helpers(planned_rows, values, pool)
     _assign_aliases(planned_rows.request, values)
@@ -114,6 +136,7 @@ def _create(
     pool: GroupPool,
     planned_rows: PlannedRows,
     planned: PlannedRow,
+    pg_options: Any,
     values: Values,
 ) -> None:
     """Create this rank's groups of one row: one, none, or several where their ranks are listed."""
@@ -122,11 +145,6 @@ def _create(
     plan = planned_rows.plan
     # Such as {"TENSOR_MODEL_PARALLEL_GROUP": (2, 3)} on rank 3.
     ranks_by_name = plan.mine(plan_row, rank)
-    request = planned_rows.request
-    pg_options = None
-    has_options = request.nccl_configs or "get_nccl_options" in request.helpers
-    if has_options and ranks_by_name and calls.takes_options(planned):
-        pg_options = calls.options(request, planned.table_row.options)
     groups = pool.make(
         plan_row.label,
         ranks_by_name,
@@ -264,17 +282,18 @@ def _hold(grid: HyperCommGrid, planned_rows: PlannedRows, pool: GroupPool) -> No
 def _hold_instances(planned_rows: PlannedRows, grid: HyperCommGrid, values: Values) -> None:
     """Add a view of the dense ranks with the optimizer's instances: dp is dp_intra x dp_inter.
 
-    None is added where an instance is a part of dp x cp, and not of dp.
+    None is added where an instance is no group over dims, as one that is a part of cp.
     """
-    request = planned_rows.request
-    layout = request.decoder
-    count = request.num_distributed_optimizer_instances
-    within = layout.dim_size("dp") // count
+    layout = planned_rows.request.decoder
+    count = planned_rows.request.num_distributed_optimizer_instances
+    cp_is_within = layout.dim_size("cp") == 1 or layout.stride("cp") < layout.stride("dp")
     # The groups of a pretended world are nobody's.
-    if request.pretended_world is not None or count == 1 or within * count != layout.dim_size("dp"):
+    is_pretended = planned_rows.request.pretended_world is not None
+    if is_pretended or count == 1 or layout.dim_size("dp") % count or not cp_is_within:
         return
-    instances = layout.split("dp", {"dp_intra": within, "dp_inter": count})
-    shared_dims = [dim for dim in layout.dims if dim != "dp"]
+    parts = {"dp_intra": layout.dim_size("dp") // count, "dp_inter": count}
+    instances = layout.split("dp", parts)
+    shared_dims = [dim for dim in instances.dims if dim not in parts]
     grid.register_view(INSTANCES, instances.sizes, instances.dims, shared_dims)
     for planned in planned_rows.rows:
         dims = planned.table_row.in_instances
@@ -283,8 +302,7 @@ def _hold_instances(planned_rows: PlannedRows, grid: HyperCommGrid, values: Valu
         group = values.get(planned.slot)
         if not isinstance(group, ProcessGroup):  # of outside code's own making
             continue
-        # An instance may be a part of cp, and the experts' groups between instances may have other
-        # ranks than dense ones would.
+        # The experts' groups between instances may have other ranks than dense ones would.
         if dist.get_process_group_ranks(group) == instances.group(dist.get_rank(), dims):
             grid.hold(dims, group, view=INSTANCES)
 
@@ -312,6 +330,18 @@ def _place(values: Values, planned: PlannedRow, group: Any, ranks: Sequence[int]
         values[slot] = group
         if row.ranks and not planned.is_twin:
             values[row.ranks] = known
+
+
+def _options(planned_rows: PlannedRows, planned: PlannedRow) -> Any:
+    """The communicator options of a row's groups; None without any."""
+    request = planned_rows.request
+    is_replaced = "get_nccl_options" in request.helpers
+    # What is in place of ours is called for this rank's own groups; ours refuses on every rank.
+    if is_replaced and not planned_rows.plan.mine(planned.plan_row, dist.get_rank()):
+        return None
+    if not calls.takes_options(planned):
+        return None
+    return calls.options(request, planned.table_row.options)
 
 
 @contextmanager

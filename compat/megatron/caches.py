@@ -102,17 +102,23 @@ def put(values: Values) -> None:
 def free(values: Values, abort: bool) -> None:
     """Free all of what ``take`` gave. It may wait for other ranks, unless with ``abort``."""
     for cache, value in values.items():
-        _free(cache, value, abort)
+        parts = [*value.values()] if isinstance(value, dict) else [value]
+        for part in parts:
+            _free(cache, part, abort)
     values.clear()
 
 
 def free_over(groups: Sequence[ProcessGroup], kept: Iterable[Values], abort: bool) -> None:
-    """Free each cache that holds one of ``groups``, in its place and in what was taken."""
+    """Free what is built over ``groups``, in the caches themselves and in what was taken."""
     closing = set(groups)
     loaded = take()
     for values in (loaded, *kept):
         for cache, value in [*values.items()]:
-            if not closing.isdisjoint(_groups_of(value)):
+            if isinstance(value, dict):
+                for key, part in [*value.items()]:
+                    if not closing.isdisjoint(_groups_of(part)):
+                        _free(cache, value.pop(key), abort)
+            elif not closing.isdisjoint(_groups_of(value)):
                 _free(cache, values.pop(cache), abort)
     put(loaded)
     for method in CACHED_METHODS:
@@ -123,7 +129,7 @@ def free_over(groups: Sequence[ProcessGroup], kept: Iterable[Values], abort: boo
             clear()
 
 
-def _groups_of(value: Any, depth: int = 5) -> Iterator[ProcessGroup]:
+def _groups_of(value: Any, depth: int = 4) -> Iterator[ProcessGroup]:
     """The groups that ``value`` holds: itself, its items, its attributes and theirs."""
     if isinstance(value, ProcessGroup):
         yield value
@@ -146,13 +152,11 @@ def _free(cache: Cache, value: Any, abort: bool) -> None:
         # The destructor of a DeepEP buffer waits for the other ranks: it must never run.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
         return
-    parts = [*value.values()] if isinstance(value, dict) else [value]
     try:
-        for part in parts:
-            if getattr(part, "explicitly_destroy", False):  # else the destructor of DeepEP does it
-                part.destroy()
-            elif hasattr(part, "close"):
-                part.close()
+        if getattr(value, "explicitly_destroy", False):  # else the destructor of DeepEP does it
+            value.destroy()
+        elif hasattr(value, "close"):
+            value.close()
     except Exception as error:  # the groups are closed all the same
         warnings.warn(
             f"{shown(value)} in {cache.module}.{cache.path} could not be freed before its group "

@@ -87,6 +87,11 @@ class PlannedRows:
             values |= communicators.named_sections(request.nccl_configs)
         if request.helpers:
             values["replaced in parallel_state"] = in_words(request.helpers)
+        for planned in self.rows:
+            label = planned.table_row.label
+            if planned.chosen:
+                # The first are enough to show a difference; the plan has all of them.
+                values[f"ranks chosen for {label}"] = list(map(list, planned.chosen[:16]))
         if request.timeout_of_all is not None:
             values["timeout of all groups"] = str(request.timeout_of_all)
         values["megatron-core"] = RELEASE
@@ -240,7 +245,7 @@ def _chosen(
     if choose is default:
         return None
     try:
-        inspect.signature(choose).bind([])
+        inspect.signature(choose, follow_wrapped=False).bind([])
     except ValueError:
         pass  # a function in C may have no signature
     except TypeError as error:

@@ -32,7 +32,7 @@ _KINDS = {
 def refuse_unknown_dims(layouts: Layouts) -> None:
     """Raise LayoutError if a layout that users know has a dim for which there are no rules."""
     known_dims = {dim for _, dims in _KINDS.values() for dim in dims}
-    for name in SHARDS.keys() & layouts.keys():
+    for name in filter(layouts.__contains__, SHARDS):
         unknown_dims = [dim for dim in layouts[name].trimmed.dims if dim not in known_dims]
         if unknown_dims:
             raise LayoutError(

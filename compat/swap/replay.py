@@ -112,10 +112,11 @@ class Record:
         state = ParallelState()
         state._put(self._written)
         values = empty_values(request)
+        pg_options = build.options_of_rows(planned_rows)
         build.prepare_environment(request)
         if dist.get_rank() in planned_rows.participants:
             pool: Any = _Pool()
-            build.fill(values, planned_rows, pool)
+            build.fill(values, planned_rows, pg_options, pool)
             # Whether outside code's own functions would keep the list is not planned.
             if {*self.helpers}.intersection(CREATORS).difference([NEW_GROUP]):
                 values["_global_process_group_list"] = getattr(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -51,6 +52,9 @@ def empty_meta_package() -> bool:
     ``RuntimeError``, which megatron-core does not expect.
     """
     if not PathFinder.find_spec("transformer_engine") or not _version("transformer-engine"):
+        return False
+    # With these variables Transformer Engine itself does not check.
+    if "NVTE_PROJECT_BUILDING" in os.environ and os.environ.get("NVTE_RELEASE_BUILD", "0") == "0":
         return False
     from importlib import metadata
 

@@ -520,6 +520,7 @@ class _Round:
             f"did not reach group creation within {timeout}. Look at their logs, or give them more "
             f"time by distributed_timeout_minutes, or by the timeout of a grid."
         )
+        self.phase.begin = time.monotonic()  # what this rank has refused may be long ago
         try:
             outcome = self.phase.outcome(timeout, absent)
             if outcome == _COMPARE:
@@ -604,7 +605,7 @@ class Phase:
     _some_are_absent: bool = False
 
     def __post_init__(self) -> None:
-        self._begin = time.monotonic()
+        self.begin = time.monotonic()
         # One number of 62 bits holds the arrivals and, above them, the sum of the digests. For
         # 8 ranks: 6 bits count up to 8, as many again when the tally is closed, and late ones;
         # 52 bits of each digest are added, whose sum has 56.
@@ -694,7 +695,7 @@ class Phase:
             arrived=self._count,
             done=self.done,
             all_connected=self.all_connected,
-            begin=self._begin,
+            begin=self.begin,
         )
 
     def look(self) -> str | None:
@@ -703,7 +704,7 @@ class Phase:
         A rank that has ended makes the phase fail for all.
         """
         outcome = peek(self.store, "outcome")
-        if outcome is None and time.monotonic() - self._begin >= LONG_WAIT:
+        if outcome is None and time.monotonic() - self.begin >= LONG_WAIT:
             self._watch.timeout = self.timeout
             self._watch.look(self.label)
             if self._watch.ended:
@@ -737,7 +738,7 @@ class Phase:
         except RuntimeError:  # the rank that was to decide has ended meanwhile
             decision = decide()
             self.store.set("final", decision)
-            return decision
+            return peek(self.store, "final") or decision  # another rank may have decided too
 
     def leave_after_a_failure(self, default: Store, all_come: bool = False) -> None:
         """Wait, where this process serves the store, until the others have read it too.

@@ -105,6 +105,7 @@ class Watch:
     _warnings: int = 0  # how many were due until now
     _claims: int = 0  # how many of them and of the next were to be claimed
     _has_claimed: bool = False  # the last of these
+    _seen_claims: int = 0  # of all ranks
     _next_search: float = 0.0
     _searches_of_closed: Counter[int] = field(default_factory=Counter)  # in a row, by rank
 
@@ -131,24 +132,21 @@ class Watch:
         claims = _due(waited + _CLAIMS_BEFORE - position * _CLAIMS_WITHIN)
         if claims > self._claims:
             self._claims = claims
-            lowest = self._lowest_claim(claims)
-            self._has_claimed = lowest is None or lowest > self.rank
+            self._has_claimed = not self._a_lower_rank_claims()
             if self._has_claimed:
-                append(self.store, CLAIMS, f"{claims} {self.rank}")
+                append(self.store, CLAIMS, str(self.rank))
         warnings = _due(waited)
         if warnings > self._warnings:
             self._warnings = warnings
-            if self._has_claimed and self._lowest_claim(warnings) == self.rank:
+            if self._has_claimed and not self._a_lower_rank_claims():
                 logs.warn(self._text(), _log)
 
-    def _lowest_claim(self, number: int) -> int | None:
-        """The lowest rank that would give the warning of this ``number``."""
-        ranks = []
-        for claim in lines(self.store, CLAIMS):
-            claimed_number, rank = claim.split()
-            if int(claimed_number) == number:
-                ranks.append(int(rank))
-        return min(ranks, default=None)
+    def _a_lower_rank_claims(self) -> bool:
+        """Whether a lower rank has claimed a warning since this one asked before."""
+        claims = lines(self.store, CLAIMS)
+        new_claims = claims[self._seen_claims :]
+        self._seen_claims = len(claims)
+        return any(int(rank) < self.rank for rank in new_claims)
 
     def _search(self) -> None:
         """Look for ranks whose connections to the store are closed, on the host that serves it."""

@@ -85,36 +85,32 @@ class Rules:
         if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
         ends = [ranks for ranks in waiting.last_ones if OUTSIDE not in ranks]
-        if ends:
-            free = set().union(*(ranks for ranks in ends if len(ranks) == 1))
-            if not free:
-                return self._circle(ends[0])
+        waits_outside = self._waits_for({OUTSIDE})
+        if waits_outside and not ends:
+            first = max(waits_outside, key=lambda wait: wait.ns)
+            outside = waiting.recording.groups[first.call.group].outside
+            is_beyond = max(outside) >= len(waiting.world)
+            doubt: Doubt = "" if is_beyond else "unlisted"
+            return Cause("outside", tuple(sorted(first.inside)), first, doubt=doubt)
+        free: set[int] = set()
+        for ranks in ends:
+            if len(ranks) == 1:
+                free |= ranks
+        at_rest = set(free)
+        for wait in waiting.running:
             # A rank whose own call all ranks are in moves as soon as that ends.
-            at_rest = free.difference(*(wait.inside for wait in waiting.running))
-        else:
-            waits_outside = self._waits_for({OUTSIDE})
-            if waits_outside:
-                return self._outside(waits_outside)
+            at_rest.difference_update(wait.inside)
+        if not ends:
             at_rest = waiting.raised or waiting.gone
         if at_rest:
             return self._free(at_rest)
+        if ends and not free:
+            return self._circle(ends[0])
         if waiting.running:
             return self._slow()
-        if not any(recording.calls for recording in self.ranks.values()):
+        if not any(recording.has_calls and recording.calls for recording in self.ranks.values()):
             return Cause("empty")
         return Cause("ok", doubt=self._hidden(self.ranks))
-
-    def _outside(self, waits: Sequence[Wait]) -> Cause:
-        """Ranks wait for a process of another job, and for no rank of this one."""
-        longest = max(waits, key=lambda wait: wait.ns)
-        group = self.waiting.recording.groups[longest.call.group]
-        is_beyond = max(group.outside) >= len(self.waiting.world)
-        return Cause(
-            "outside",
-            tuple(sorted(longest.inside)),
-            longest,
-            doubt="" if is_beyond else "unlisted",
-        )
 
     def _slow(self) -> Cause:
         """All known ranks are in a call."""
@@ -176,20 +172,22 @@ class Rules:
         suspects = set(free)
         for wait in waits:
             suspects |= wait.inside
-        departures = self.history.departures(suspects)
+        departures = self._departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
         without_dump = free & self.waiting.gone
-        has_most_dumps = 2 * len(self.waiting.gone) <= len(self.waiting.world)
-        if without_dump and not guilty and has_most_dumps:
+        if without_dump and not guilty and not self._most_are_gone():
             # What a rank did may have ended another, far from where it is missed.
             recorded_ranks = self.ranks.keys() - without_dump
-            for departure in self.history.departures(recorded_ranks):
+            for departure in self._departures(recorded_ranks):
                 if self._is_late(departure):
                     guilty.append(departure)
         cause = self._departed(guilty, waits)
         if cause is None:
             cause = self._minority(waits, departures)
         return cause
+
+    def _most_are_gone(self) -> bool:
+        return 2 * len(self.waiting.gone) > len(self.waiting.world)
 
     def _is_late(self, departure: Departure) -> bool:
         """Whether it is of the last calls, and nobody made the calls of this rank in that order.
@@ -201,7 +199,7 @@ class Rules:
         calls = self.ranks[rank].calls
         is_recent = departure.at >= len(calls) // 2
         if len(self.waiting.gone) > 1 and not departure.peers:
-            is_recent = not calls[departure.at].done
+            is_recent = not calls.done[departure.at]
         return is_recent and not self.history.is_confirmed(rank)
 
     # Ranks that wait for each other.
@@ -212,7 +210,7 @@ class Rules:
         waits = []
         for rank in sorted(within):
             waits += waiting.of.get(rank, [])
-        departures = self.history.departures(within)
+        departures = self._departures(within)
         strong = [departure for departure in departures if departure.score == _BOTH]
         cause = (
             self._departed(strong, waits)
@@ -235,11 +233,10 @@ class Rules:
 
     def _few_missing(self, within: set[int]) -> Cause | None:
         """If most of a group are in a call, the few that are not: the members who agree count."""
-        waits = [
-            wait
-            for wait in self.waiting.waits
-            if wait.absent <= within and 0 < len(wait.absent) < len(wait.entered)
-        ]
+        waits = []
+        for wait in self.waiting.waits:
+            if wait.absent <= within and 0 < len(wait.absent) < len(wait.entered):
+                waits.append(wait)
         if not waits:
             return None
         fullest = max(waits, key=lambda wait: len(wait.inside))
@@ -266,6 +263,11 @@ class Rules:
             ranks = sorted(named)
             return Cause("mismatch", tuple(ranks), wait, departure=departure, doubt="either")
         return None
+
+    def _departures(self, ranks: Iterable[int]) -> list[Departure]:
+        """Calls that ranks made instead of the one that was due, the clearest first."""
+        departures = self.history.departures(sorted(ranks))
+        return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
     def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
         """The ranks that most clearly did not do what was due."""
@@ -385,7 +387,7 @@ class Rules:
         """Whether the recorder still has the call that a rank is in, and not only later ones."""
         recording = self.ranks[rank]
         # Of a rank that queues calls, a short recorder may hold only those behind the call.
-        return recording.whole or bool(recording.calls.rows["done"][:1].all())
+        return recording.whole or bool(recording.calls.done[:1].all())
 
     def _is_proven(self, departure: Departure) -> bool:
         """Whether its past and other ranks speak against it, and it is of the role that it seems.

@@ -33,7 +33,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Refused(Exception):
-    """A file has more than the plain data that a recorder writes, or stands for too much."""
+    """The file has more than the plain data that a recorder writes, or stands for too much."""
 
 
 class _Plain(pickle.Unpickler):
@@ -62,17 +62,18 @@ def unpickled(data: bytes) -> Any:
 def load_all(
     load: Callable[[Path], _Answer],
     paths: Sequence[Path],
+    failed: Callable[[str], _Answer],
     processes: int,
-) -> Iterator[_Answer | Refused]:
+) -> Iterator[_Answer]:
     """``load`` of each path, in their order, called by so many forked processes.
 
-    Refused of a file for which ``load`` raises that, and of one that ends its process. A process
-    loads the next file only when its last answer was taken.
+    Of a file that ends its process, ``failed`` with the reason. A process loads the next file only
+    when its last answer was taken.
     """
     count = max(1, min(processes, len(paths) // _LEAST_FILES))
     workers = []
     for number in range(count):
-        workers.append(_Worker(load, paths[number::count]))
+        workers.append(_Worker(load, paths[number::count], failed))
     try:
         for number in range(len(paths)):
             yield workers[number % count].next()
@@ -84,18 +85,23 @@ def load_all(
 class _Worker:
     """A process that loads some files, and the next one where a file has ended it."""
 
-    def __init__(self, load: Callable[[Path], Any], paths: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        load: Callable[[Path], Any],
+        paths: Sequence[Path],
+        failed: Callable[[str], Any],
+    ) -> None:
         self.load = load
+        self.failed = failed
         self.paths = deque(paths)
         self._start()
 
     def _start(self) -> None:
         self.answers, answers = Pipe(duplex=False)
-        # A process of multiprocessing could not be started where the caller is one itself.
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _work(self.load, [*self.paths], answers)
+                _work(self.load, [*self.paths], self.failed, answers)
             finally:
                 os._exit(0)
         answers.close()  # so that the end of the process is the end of the pipe
@@ -109,7 +115,7 @@ class _Worker:
             self.end()
             if self.paths:
                 self._start()
-            return Refused("it takes more memory or time than its size explains")
+            return self.failed("it takes more memory or time than its size explains")
         return pickle.loads(answer)
 
     def end(self) -> None:
@@ -121,7 +127,12 @@ class _Worker:
             self.pid = 0
 
 
-def _work(load: Callable[[Path], Any], paths: Sequence[Path], answers: Any) -> None:
+def _work(
+    load: Callable[[Path], Any],
+    paths: Sequence[Path],
+    failed: Callable[[str], Any],
+    answers: Any,
+) -> None:
     gc.disable()  # there are no cycles to find among millions of new objects
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = _address_space()
@@ -132,10 +143,8 @@ def _work(load: Callable[[Path], Any], paths: Sequence[Path], answers: Any) -> N
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
         try:
             answer = pickle.dumps(load(path), protocol=5)
-        except Refused as error:
-            answer = pickle.dumps(error)
         except MemoryError:
-            answer = pickle.dumps(Refused("it takes more memory than its size explains"))
+            answer = pickle.dumps(failed("it takes more memory than its size explains"))
         answers.send_bytes(answer)
 
 
@@ -148,7 +157,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int:
-    """The bytes that this process has; more than it can need where the system does not say."""
+    """The bytes that this process has; 0 where the system does not say."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[0]
     except OSError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,18 @@ _PEERS = {"send": "dstRank", "recv": "srcRank"}  # torch's names of the argument
 
 @dataclass(slots=True)
 class _Call:
-    """A send or receive: its entry with the keys of torch's recorder, and its handle.
-
-    Before it has a handle, the process is still in the call.
-    """
+    """A send or receive: its entry with the keys of torch's recorder, and its handle."""
 
     entry: dict[str, Any]
-    handle: weakref.ref[Work] | None = None
+    work: weakref.ref[Work] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its handle has been waited for, or dropped."""
+        if self.work is None:
+            return False  # the process is still in the call
+        work = self.work()
+        return work is None or bool(work.is_completed())
 
 
 class PointToPoint:
@@ -69,7 +74,7 @@ class PointToPoint:
             call = self._begin(kind, group, tensors, peer)
             # The call is recorded before it is made: the process may stay in it.
             work = original(group, tensors, *args, **named)
-            call.handle = weakref.ref(work)
+            call.work = weakref.ref(work)
             return work
 
         return recording
@@ -84,7 +89,7 @@ class PointToPoint:
             "frames": [],
             "record_id": record,
             "pg_id": 0,
-            "process_group": (group.group_name, group.group_desc),
+            "process_group": [group.group_name, group.group_desc],
             "collective_seq_id": 0,
             "p2p_seq_id": number,
             "op_id": number,
@@ -108,15 +113,9 @@ class PointToPoint:
         """How many operations were begun."""
         return sum(self._counts.values())
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> Iterator[dict[str, Any]]:
         """The recorded operations, from the oldest to the newest."""
-        entries = []
         for call in list(self._calls):
-            is_done = False
-            if call.handle is not None:
-                # A handle that nobody holds any more was waited for, or dropped.
-                work = call.handle()
-                is_done = work is None or work.is_completed()
+            is_done = call.is_done
             state = "completed" if is_done else "scheduled"
-            entries.append({**call.entry, "state": state, "retired": is_done})
-        return entries
+            yield {**call.entry, "state": state, "retired": is_done}

@@ -10,9 +10,8 @@ import json
 import marshal
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
-from itertools import compress
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +21,6 @@ import numpy as np
 from hypergrid.hangs.loading import Refused, load_all, unpickled
 from hypergrid.hangs.recording import (
     DEFAULT,
-    ROW,
     Calls,
     Frame,
     Group,
@@ -31,7 +29,6 @@ from hypergrid.hangs.recording import (
     Recording,
     Stack,
     Title,
-    What,
     has_ended,
 )
 from hypergrid.messages import one_line
@@ -90,10 +87,8 @@ def read(
     """
     reader = _Reader()
     paths = _paths(Path(directory))
-    answers = load_all(_load, paths, processes)
+    answers = load_all(_load, paths, _refused, processes)
     for number, (path, loaded) in enumerate(zip(paths, answers, strict=True)):
-        if isinstance(loaded, Refused):
-            loaded = _Loaded(problem=f"was refused: {loaded}")
         reader.add(path, loaded)
         if progress is not None:
             progress(number + 1, len(paths))
@@ -126,11 +121,12 @@ class _Loaded(NamedTuple):
     rank: int = 0
     facts: _Table | None = None  # fields of its ``RankRecording``; None: it says nothing of a rank
     groups: Sequence[Group] = ()
+    lists_groups: bool = False  # every live group of the rank is among ``groups``
     problem: str = ""
 
 
 def _load(path: Path) -> _Loaded:
-    """Load a file; a fault is in the result, and only Refused and MemoryError are raised."""
+    """Load a file; a fault is in the result, and is not raised."""
     try:
         status = path.stat()
         if status.st_size > _MOST_BYTES:
@@ -155,10 +151,16 @@ def _load(path: Path) -> _Loaded:
         if "groups" in data and "pid" in data:
             return _groups(data)
         return _Loaded()
-    except (Refused, MemoryError):
+    except Refused as error:
+        return _refused(str(error))
+    except MemoryError:
         raise
     except Exception as error:  # a damaged file can raise nearly anything
         return _Loaded(problem=_unreadable(str(error) or type(error).__name__))
+
+
+def _refused(why: str) -> _Loaded:
+    return _Loaded(problem=f"was refused: {why}")
 
 
 def _opener(path: str, flags: int) -> int:
@@ -198,19 +200,19 @@ def _groups(data: _Table) -> _Loaded:
         label = _label(name, row["label"] or row["description"])
         dims = tuple(map(_text, row["dims"] or ()))
         groups.append(Group(name, label, _members(row["ranks"]), dims))
-    facts = _process(data) | {
-        "world_size": _rank(int(data["world_size"])),
-        "lists_groups": True,
-    }
-    return _Loaded(_rank(data["rank"]), facts, groups)
+    facts = _process(data) | {"world_size": _rank(int(data["world_size"]))}
+    return _Loaded(_rank(data["rank"]), facts, groups, lists_groups=True)
 
 
 def _stack(data: _Table) -> _Loaded:
-    """The stacks and the error, as ``hypergrid.record`` writes them."""
+    """The stacks, the error and gloo's sends and receives, as ``hypergrid.record`` writes them."""
+    sends, is_whole = _calls(data.get("p2p") or [])
     facts = _process(data) | {
         "written": int(data["written_ns"]),
         "reason": _text(data.get("reason") or ""),
         "error": _text(data.get("error") or ""),
+        "sends": sends,
+        "whole": is_whole,
     }
     for thread in data["threads"]:
         if thread.get("main"):
@@ -249,63 +251,53 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     own_fields = zip(*map(_OWN_FIELDS, entries), strict=True)
     collective_seqs, p2p_seqs, created, started, completed = map(_numbers, own_fields)
     is_p2p = np.array([title.p2p for title in titles])[places]
-    rows = np.empty(len(entries), ROW)
-    rows["title"] = places
-    rows["seq"] = np.where(is_p2p, p2p_seqs, collective_seqs)
-    rows["created"] = created
-    rows["started"] = started
-    rows["completed"] = completed
-    rows["done"] = [*map(has_ended, entries)]
-    is_whole = not entries[0].get("record_id")
+    seqs = np.where(is_p2p, p2p_seqs, collective_seqs)
+    is_done = [*map(has_ended, entries)]
+    columns = np.array([places, seqs, created, started, completed, is_done])
+    is_shown = np.ones(len(entries), bool)
     if any(title.what.name == _BATCH for title in titles):
-        is_shown = _end_batches(titles, rows, collective_seqs, p2p_seqs)
-        rows = rows[is_shown]
-        entries = [*compress(entries, is_shown)]
+        is_shown = _end_batches(titles, columns, collective_seqs, p2p_seqs)
     # The stack of a call is shown if it has not ended, or is the last one.
-    has_stack = ~rows["done"]
-    has_stack[-1:] = True
+    has_stack = columns[5] == 0
+    has_stack[-1] = True
     frames = {}
-    for at in np.flatnonzero(has_stack).tolist():
+    for at in np.flatnonzero(has_stack & is_shown).tolist():
         frames[at] = _frames(entries[at].get("frames"))
-    return Calls(titles, rows, frames), is_whole
+    is_whole = not entries[0].get("record_id")
+    return Calls(titles, columns, frames).at(is_shown), is_whole
 
 
-def _end_batches(titles: Sequence[Title], rows: Any, *seqs: Any) -> list[bool]:
-    """Give the operations of each batch the state of its entry; which calls are to be shown.
+def _end_batches(titles: Sequence[Title], columns: Any, *seqs: Any) -> Any:
+    """Give the operations of each batch the state of its entry, and hide that.
 
     NCCL's recorder has the state of a batch in an entry behind its operations, which has their
     numbers; they stay "scheduled" for ever.
     """
-    called = [titles[place] for place in rows["title"].tolist()]
-    groups = [title.group for title in called]
+    places = columns[0].tolist()
+    groups = [titles[place].group for place in places]
+    # Entries of one group with equal numbers that follow each other are one batch.
     keys = list(zip(groups, *(numbers.tolist() for numbers in seqs), strict=True))
-    batch_of = {}
-    for at, title in enumerate(called):
-        if title.what.name == _BATCH:
-            batch_of[keys[at]] = at
-    counts = Counter(keys)
-    state = rows[["started", "completed", "done"]]
-    is_shown = []
-    for at, key in enumerate(keys):
-        batch = batch_of.get(key)
-        if batch is not None:
-            state[at] = state[batch]
+    is_shown = np.ones(len(places), bool)
+    for at, place in enumerate(places):
+        if titles[place].what.name != _BATCH:
+            continue
+        first = at
+        while first > 0 and keys[first - 1] == keys[at]:
+            first -= 1
+        columns[3:, first:at] = columns[3:, at : at + 1]
         # Of a batch at the start of a recorder, the operations may have been overwritten.
-        is_alone = counts[key] == 1 and at > 0
-        is_shown.append(batch != at or is_alone)
+        is_shown[at] = first == at > 0
     return is_shown
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
-    torch_name, description = group
-    group_name = _text(torch_name)
-    label = _label(group_name, description)
-    # "gloo:send 0->1", "nccl:_all_gather_base"
-    backend, _, call = _text(name).rpartition(":")
-    call_name, _, detail = call.partition(" ")
-    texts = [one_line(str(values)) for values in shapes]
-    operation = What(call_name.lstrip("_") or "an operation", detail, *texts)
-    return Title(group_name, label, is_p2p is True, backend, operation)
+    torch_name, label = group
+    text = "|".join([_text(name), *(one_line(str(values)) for values in shapes)])
+    # A "|" in the name would be taken for the end of it.
+    if text.count("|") != len(shapes):
+        raise ValueError("a call has no valid name")
+    name = _text(torch_name)
+    return Title(name, _label(name, label), is_p2p is True, text)
 
 
 def _label(name: str, description: Any) -> str:
@@ -355,36 +347,48 @@ class _Reader:
     """Puts the files of all ranks together."""
 
     def __init__(self) -> None:
-        self.ranks: dict[int, RankRecording] = {}
-        self.problems: list[str] = []
+        self.recording = Recording({}, {}, 0, [])
+        self.ranks = self.recording.ranks
+        self.groups = self.recording.groups
+        self.titles = self.recording.titles
+        self.problems = self.recording.problems
         self.calls_left = _MOST_CALLS
-        self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)  # by name and members
-        self.members_of: dict[tuple[int, str], Ranks] = {}  # of a rank's group of this name
-        self.groups: dict[str, Group] = {}
-        self.titles: list[Title] = []  # that all calls refer to; complete at the end
+        self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)
+        self.members_of: dict[tuple[int, str], Ranks] = {}
+        self.listing: set[int] = set()  # ranks whose groups are all known
         self.place_of: dict[Title, int] = {}
 
     def add(self, path: Path, loaded: _Loaded) -> None:
         """Take one file in."""
-        problem = loaded.problem or self._merge(loaded.rank, loaded.facts, loaded.groups)
+        problem = loaded.problem
+        if loaded.facts is not None:
+            problem = self._merge(loaded.rank, loaded.facts)
         if problem:
             self.problems.append(one_line(f"{path.name} {problem}."))
+        elif loaded.facts is not None:
+            self._add_groups(loaded)
 
-    def _merge(self, rank: int, facts: _Table | None, groups: Sequence[Group]) -> str:
+    def _add_groups(self, loaded: _Loaded) -> None:
+        """Take in the groups that a rank names."""
+        rank = loaded.rank
+        if loaded.lists_groups:
+            self.listing.add(rank)
+        for group in loaded.groups:
+            first = self.named[group.name].setdefault(group.ranks, group)
+            first.dims = first.dims or group.dims  # torch's recorder has no dims
+            self.members_of[rank, group.name] = first.ranks
+
+    def _merge(self, rank: int, facts: _Table) -> str:
         """Add what one file says to what is known of its rank; or say why not."""
-        if facts is None:
-            return ""
         recording = self.ranks.setdefault(rank, RankRecording(rank))
         if "calls" in facts and recording.has_calls:
             return _unreadable(f"there is already a flight recorder of rank {rank}")
-        self.calls_left -= len(facts.get("calls", ()))
+        self.calls_left -= len(facts.get("calls", ())) + len(facts.get("sends", ()))
         if self.calls_left < 0:
             return _unreadable(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
-        vars(recording).update(facts)
-        for group in groups:
-            first = self.named[group.name].setdefault(group.ranks, group)
-            first.dims = first.dims or group.dims  # torch's recorder has no dims
-            self.members_of[rank, group.name] = group.ranks
+        # The calls of a rank are in two files, both of which must reach back to the first one.
+        is_whole = recording.whole and facts.get("whole", True)
+        vars(recording).update(facts, whole=is_whole)
         return ""
 
     def finish(self) -> Recording:
@@ -393,42 +397,39 @@ class _Reader:
             for members, group in by_members.items():
                 self.groups[self._key(name, members)] = group
         for rank, recording in self.ranks.items():
-            recording.calls = self._with_keys(rank, recording.calls)
-        self.titles.extend(self.place_of)
-        world_size = self._world_size()
+            calls = self._with_keys(rank, recording.calls)
+            # NCCL's sends are in its recorder, those of gloo in the file of stacks.
+            has_sends = any(title.p2p for title in recording.calls.titles)
+            if recording.sends and not has_sends:
+                calls = calls.joined(self._with_keys(rank, recording.sends))
+            recording.calls = calls
+        self.recording.world_size = self._world_size()
         for group in self.groups.values():
-            group.outside = self._outside(group, world_size)
-        return Recording(
-            ranks=dict(sorted(self.ranks.items())),
-            groups=self.groups,
-            world_size=world_size,
-            problems=self.problems,
-            titles=self.titles,
-            mixed=_mixture(self.ranks.values()),
-        )
+            group.outside = self._outside(group)
+        self.recording.ranks = dict(sorted(self.ranks.items()))
+        self.recording.mixed = _mixture(self.recording.ranks.values())
+        return self.recording
 
     def _world_size(self) -> int:
         """How many ranks the job has, by those files that say so, else those that are named."""
-        stated = max((recording.world_size for recording in self.ranks.values()), default=0)
-        named_ranks = {*self.ranks}
-        if not stated:
+        stated = [recording.world_size for recording in self.ranks.values()]
+        sizes = [*stated, *(rank + 1 for rank in self.ranks)]
+        if not any(stated):
             for group in self.groups.values():
-                named_ranks.update(group.ranks)
-        last_rank = max(named_ranks, default=-1)
-        return max(stated, last_rank + 1)
+                sizes += [rank + 1 for rank in group.ranks]
+        return max(sizes, default=0)
 
-    def _outside(self, group: Group, world_size: int) -> frozenset[int]:
+    def _outside(self, group: Group) -> frozenset[int]:
         """The members that are no ranks of this job.
 
         A trainer and an inference engine make a group over a store of their own, whose members are
         numbered anew: its rank 1 is not the job's. A name that torch gave is of ``new_group``,
         whose members are ranks of the job.
         """
-        outside = {rank for rank in group.ranks if rank >= world_size}
+        outside = {rank for rank in group.ranks if rank >= self.recording.world_size}
         if not _NAMED_BY_TORCH.fullmatch(group.name):
-            for rank in self.ranks.keys() & group.ranks:
-                is_of_rank = (rank, group.name) in self.members_of
-                if self.ranks[rank].lists_groups and not is_of_rank:
+            for rank in self.listing.intersection(group.ranks):
+                if (rank, group.name) not in self.members_of:
                     outside.add(rank)
         return frozenset(outside)
 
@@ -445,19 +446,22 @@ class _Reader:
             key = self._key(title.group, self.members_of.get((rank, title.group), ()))
             self.groups.setdefault(key, Group(title.group, title.label))
             title = title._replace(group=key)
-            place = self.place_of.setdefault(title, len(self.place_of))
-            places.append(place)
-        rows = calls.rows.copy()
-        rows["title"] = np.array(places, np.int64)[rows["title"]]
-        return Calls(self.titles, rows, calls.frames)
+            if title not in self.place_of:
+                self.place_of[title] = len(self.titles)
+                self.titles.append(title)
+            places.append(self.place_of[title])
+        columns = calls.columns.copy()
+        columns[0] = np.array(places, np.int64)[calls.title]
+        return Calls(self.titles, columns, calls.frames)
 
 
-def _mixture(recordings: Collection[RankRecording]) -> str:
+def _mixture(recordings: Iterable[RankRecording]) -> str:
     """Why the files seem to be of two jobs, or of two starts of a job; empty if they do not.
 
     A job is restarted into the same directory, and rank 3 never starts: the files that rank 3 left
     in its previous life say nothing about this hang.
     """
+    recordings = list(recordings)
     newest = max(recordings, key=_begin, default=RankRecording(0))
     for recording in recordings:
         ranks = f"those of rank {recording.rank} and of rank {newest.rank}"

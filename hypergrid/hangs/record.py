@@ -15,13 +15,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias
+
+import torch.distributed as dist
 
 from hypergrid import of_torch
 from hypergrid.agreement import store
@@ -131,15 +132,17 @@ class Recorder:
         self._rank: int | None = None
         self._writing = threading.Lock()
         self._groups: object = None  # names and labels of those that were written
+        self._warned: set[str] = set()  # the faults that were warned of
         self.pid = os.getpid()
         self._request_seen = self._request()
         # The exception that ended the script: a process can stay for long after that.
         self._raised: tuple[str, list[_Row]] | None = None
         self._calls: dict[str, int] = {}  # how many of each group, and since when
         self._recorded_calls: dict[str, int] | None = None  # at the last recording that is kept
-        # The launcher's name of the job, where it says one.
-        job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
-        self._life = {"started_ns": time.time_ns(), "job": job}
+        self._life = {
+            "started_ns": time.time_ns(),
+            "job": _job(),
+        }
         self._since: float | None = None  # None: this rank has written for these
         directory.mkdir(parents=True, exist_ok=True)
         check_private(directory)
@@ -217,7 +220,8 @@ class Recorder:
     ) -> None:
         is_interrupt = issubclass(kind, KeyboardInterrupt)
         if not is_interrupt and not self._closed.is_set():
-            self._raised = _raised(error)
+            lines = _outwards(trace)
+            self._raised = (_text(error), _rows(lines))
             self.write("exception", error)
         self._excepthook(kind, error, trace)
 
@@ -254,20 +258,22 @@ class Recorder:
             return
         # Only now, as this costs: a rank that communicates is not stuck, and CUDA is not asked for
         # events while a graph may be captured.
-        entries = self._recorder(stacks=False)["entries"]
-        if all(map(has_ended, entries)):
-            self._since = now
-            return
+        newest = 0
+        pending = False
+        for entry in self._entries():
+            newest = max(newest, entry["time_created_ns"])
+            pending |= not has_ended(entry)
         # A handle that is dropped may stay pending: only a rank that does nothing else is stuck.
-        newest = entries[-1]["time_created_ns"]
         age = (time.time_ns() - newest) / 1e9
-        if age <= after:
+        if not pending:
+            self._since = now
+        elif age <= after:
             self._since = now - age  # a send of NCCL is recorded, and changes no number
-            return
-        self._since = None
-        self.write(f"timeout: in a call for more than {after:g} s")
-        self._replace(ASKED, f"rank {self._rank}\n".encode())
-        self._request_seen = self._request()
+        else:
+            self._since = None
+            self.write(f"timeout: in a call for more than {after:g} s")
+            self._replace(ASKED, f"rank {self._rank}\n".encode())
+            self._request_seen = self._request()
 
     def _counts(self) -> dict[str, int]:
         """How many calls were made in each group, by torch's name; sends and receives under ""."""
@@ -283,15 +289,26 @@ class Recorder:
             return (self._directory / ASKED).stat().st_mtime_ns
         return None
 
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        for dump in of_torch.recorded_calls():
+            recorder = json.loads(dump)
+            yield from recorder.get("entries", ())
+        if self._p2p is not None:
+            yield from self._p2p.entries()
+
     # The content of the files.
 
     def _attempt(self, write: Callable[[], object]) -> None:
-        """Nothing that goes wrong here ends a job: it is warned of, which Python shows once."""
+        """Nothing that goes wrong here ends a job: it is warned of, once each."""
         try:
             write()
         except Exception as error:
-            text = f"hypergrid.record to {self._directory}: {in_words(error)}"
-            warnings.warn(text, RuntimeWarning, stacklevel=1)
+            fault = in_words(error)
+            if fault in self._warned:
+                return
+            self._warned.add(fault)
+            text = f"hypergrid.record to {self._directory}: {fault}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _write_groups(self) -> None:
         try:
@@ -325,23 +342,25 @@ class Recorder:
                 os.replace(self._directory / name, earlier / name)
 
     def _stacks(self, reason: str, error: BaseException | None) -> bytes:
-        # The newest thread is the first of these, and the main thread the last.
-        frames_of = dict(sys._current_frames())
-        main_thread = threading.main_thread()
-        main_frame = frames_of.pop(main_thread.ident or 0)
-        rows = _rows(traceback.walk_stack(main_frame))
-        text = None
         raised = self._raised
         if error is not None:
-            raised = _raised(error)
-        if raised is not None:
-            text, rows = raised
-        threads = [{"name": main_thread.name, "main": True, "frames": rows}]
+            lines = _outwards(error.__traceback__)
+            raised = (_text(error), _rows(lines))
+        main_thread = threading.main_thread().ident
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        for ident, frame in islice(frames_of.items(), _THREADS):
+        threads = []
+        frames = [*sys._current_frames().items()]
+        # Python gives the newest thread first, and the main thread last.
+        frames.sort(key=lambda of_thread: of_thread[0] != main_thread)
+        for ident, frame in frames[:_THREADS]:
+            is_main = ident == main_thread
+            lines = traceback.walk_stack(frame)
+            rows = _rows(lines)
+            if is_main and raised is not None:
+                rows = raised[1]
             name = names.get(ident, "of outside Python")
-            rows = _rows(traceback.walk_stack(frame))
-            threads.append({"name": name, "main": False, "frames": rows})
+            thread = {"name": name, "main": is_main, "frames": rows}
+            threads.append(thread)
         content = {
             "schema": SCHEMA,
             "rank": self._rank,
@@ -350,84 +369,98 @@ class Recorder:
             "life": self._life,
             "written_ns": time.time_ns(),
             "reason": reason,
-            "error": text,
+            "error": raised and raised[0],
             "threads": threads,
+            "p2p": [],
         }
+        if self._p2p is not None:
+            content["p2p"] = list(self._p2p.entries())
         return json.dumps(content).encode()
 
     def _trace(self) -> bytes:
-        """The recorder, pickled, with the members of groups, which torch knows for NCCL only."""
+        """Torch's recording, pickled, with the members, which torch knows for NCCL only."""
         # Torch looks up the stacks in torch._inductor: importing that takes seconds of CPU.
-        has_stacks = "torch._inductor.codecache" in sys.modules
-        recorder = self._recorder(has_stacks)
+        stacks = "torch._inductor.codecache" in sys.modules
+        whole = _joined(of_torch.recorded(stacks))
+        groups = {}
         for group in group_records()["groups"]:
-            config = {
+            groups[group["name"]] = {
                 "name": group["name"],
                 "desc": group["description"],
                 "ranks": json.dumps(group["ranks"]),
             }
-            recorder["pg_config"].setdefault(group["name"], config)
-        return pickle.dumps(recorder, 2)
-
-    def _recorder(self, stacks: bool) -> dict[str, Any]:
-        """One flight recorder in place of torch's for NCCL, its other one, and ours of sends."""
-        whole: dict[str, Any] = {}
-        groups: dict[str, Any] = {}
-        calls_of_recorders = []
-        for dump in of_torch.recorded(stacks):
-            recorder = pickle.loads(dump)
-            calls_of_recorders.append(recorder.get("entries", []))
-            groups |= recorder.get("pg_config", {})
-            whole = recorder | whole
-        has_sends = any(entry["is_p2p"] for calls in calls_of_recorders for entry in calls)
-        if self._p2p is not None and not has_sends:
-            calls_of_recorders.append(self._p2p.entries())
-        entries = []
-        lost = 0
-        for calls in calls_of_recorders:
-            entries += calls
-            lost += calls[0]["record_id"] if calls else 0
-        entries.sort(key=itemgetter("time_created_ns"))
-        # The number of the first call is 0 only if no recorder has lost one.
-        for number, entry in enumerate(entries, start=lost):
-            entry["record_id"] = number
-        return {**whole, "entries": entries, "pg_config": groups}
+        whole["pg_config"] = groups | whole["pg_config"]
+        return pickle.dumps(whole, 2)
 
     def _replace(self, name: str, data: bytes) -> None:
         replace(self._directory / name, data)
 
 
-def _names_of_groups() -> tuple[list[str], list[str]]:
-    """Torch's names of all groups, and the labels of ours."""
+def _names_of_groups() -> tuple[list[str], list[str]] | None:
+    """Torch's names of all groups and the labels of ours; None where there is no default group."""
+    if not dist.is_initialized():
+        return None
     labels = []
     for owner in pool.live_pools():
         labels += [pooled.label for pooled in owner.groups]
     return list(of_torch.registered_groups().values()), labels
 
 
-def _raised(error: BaseException) -> tuple[str, list[_Row]]:
-    """The text of an error, and the frames from where it was raised to the start of the thread."""
+def _job() -> str:
+    """The launcher's name of the job; empty where it does not say."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
+
+
+def _text(error: BaseException) -> str:
     kind = type(error).__name__
     if store.was_aborted():  # torch blames a peer
         kind = f"{kind} after hypergrid.abort() freed this rank"
     text = f"{kind}: {error}"
-    trace = error.__traceback__
-    lines = [*traceback.walk_tb(trace)]
-    lines.reverse()
+    return text[:_TEXT]
+
+
+def _outwards(trace: TracebackType | None) -> Iterator[_Line]:
+    """From where it was raised to the start of the thread."""
+    lines = list(traceback.walk_tb(trace))
+    yield from reversed(lines)
     if trace is not None and trace.tb_frame.f_back is not None:
-        lines += traceback.walk_stack(trace.tb_frame.f_back)
-    return text[:_TEXT], _rows(lines)
+        yield from traceback.walk_stack(trace.tb_frame.f_back)
 
 
 def _rows(lines: Iterable[_Line]) -> list[_Row]:
-    """File, line and function, from the innermost frame on."""
-    rows = []
+    """File, line and function from the innermost frame on, as if nothing was recorded."""
+    rows: list[_Row] = []
     for frame, line in islice(lines, _FRAMES):
         code = frame.f_code
-        rows.append((code.co_filename, line, code.co_name))
+        if code.co_filename != point_to_point.__file__:
+            row = (code.co_filename, line, code.co_name)
+            rows.append(row)
     return rows
 
 
 def _number(name: str) -> int | None:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else None
+
+
+def _joined(dumps: Iterable[bytes]) -> dict[str, Any]:
+    """NCCL and the other backends have a flight recorder each: one dump of all."""
+    whole: dict[str, Any] = {}
+    entries: list[dict[str, Any]] = []
+    groups: dict[str, Any] = {}
+    lost = 0
+    for dump in dumps:
+        recorder = pickle.loads(dump)
+        calls = recorder.get("entries", [])
+        if calls:
+            lost += calls[0]["record_id"]
+        entries += calls
+        groups |= recorder.get("pg_config", {})
+        whole = recorder | whole
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    # The number of the first call is 0 only if no recorder has lost one.
+    for number, entry in enumerate(entries, start=lost):
+        entry["record_id"] = number
+    whole["entries"] = entries
+    whole["pg_config"] = groups
+    return whole

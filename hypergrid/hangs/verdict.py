@@ -73,7 +73,7 @@ def diagnose(recording: Recording) -> Diagnosis:
     report = _Report(waiting, cause)
     needed = {}
     for rank in sorted(waiting.blocked):
-        needed_ranks = sorted(waiting.needs(rank) - {OUTSIDE})
+        needed_ranks = sorted(waiting.needs(rank))
         needed[rank] = tuple(needed_ranks[:_SHOWN])
     diagnosis = Diagnosis(
         cause.kind,
@@ -192,9 +192,10 @@ class _Report:
             return self._say("deadlock", circle=Members(cause.ranks), calls=where)
         texts = []
         # All are in calls that are not recorded.
-        ranks_in: dict[str, set[int]] = defaultdict(set)
+        ranks_in: dict[str, list[int]] = defaultdict(list)
         for rank in (*cause.ranks, *self.waiting.unseen):
-            ranks_in[self.waiting.unseen[rank]].add(rank)
+            if rank not in ranks_in[self.waiting.unseen[rank]]:
+                ranks_in[self.waiting.unseen[rank]].append(rank)
         for function, ranks in ranks_in.items():
             texts.append(f"{Members(ranks):is|are} in {function}")
         return f"{', and '.join(texts)}."

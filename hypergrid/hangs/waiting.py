@@ -31,7 +31,7 @@ _IN_A_CALL = re.compile(r"/torch/(distributed(?!/checkpoint)|autograd)/|/hypergr
 _OF_A_BACKEND = re.compile(r"/gloo/|nccl|ProcessGroup", re.I)
 _WRAPPER = "c10d_logger.py"  # is around every call of torch's
 _OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
-_PAIR = re.compile(r"(\d{1,9})(?:->|<-)(\d{1,9})")
+_PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
 # The members of a group need not agree on what only one of them gives, or takes.
 _ONLY_INPUTS = ("gather", "reduce")
 _ONLY_OUTPUTS = ("scatter", "broadcast")
@@ -74,9 +74,9 @@ class Wait:
 
     def missed_by(self, rank: int) -> Set[int]:
         """The ranks for whom one rank waits: who has only queued it waits for who is not there."""
-        if rank in self.behind:
-            return self.absent | self.unlike
-        return self.missed
+        if rank in self.entered:
+            return self.missed
+        return self.absent | self.unlike
 
 
 # A call by its group and its number there.
@@ -166,7 +166,7 @@ class Waiting:
             error = recording.error
             # Without a stack, the words alone say where it was raised.
             is_of_a_call = (
-                not recording.stack or self._is_in_torch(rank) or _OF_A_BACKEND.search(error)
+                not recording.stack or self._raised_in_a_call(rank) or _OF_A_BACKEND.search(error)
             )
             if is_of_a_call and _NOT_COME.search(error):
                 self.victims.add(rank)
@@ -182,10 +182,11 @@ class Waiting:
             self.raised.add(first)
             self.victims.discard(first)
 
-    def _is_in_torch(self, rank: int) -> bool:
-        """Whether it is in a call to torch, or was when it raised."""
-        stack = self.ranks[rank].stack
-        return bool(stack and _IN_A_CALL.search(stack[0].file))
+    def _raised_in_a_call(self, rank: int) -> bool:
+        recording = self.ranks[rank]
+        if not recording.error or not recording.stack:
+            return False
+        return bool(_IN_A_CALL.search(recording.stack[0].file))
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
@@ -215,30 +216,33 @@ class Waiting:
         size = len(self.world)
         return any(len(group.ranks) == size for group in groups)
 
-    def needs(self, rank: int) -> set[int]:
-        """The ranks that it waits for, and OUTSIDE."""
-        needed: set[int] = set()
+    def needs(self, rank: int) -> dict[int, Wait | None]:
+        """The ranks that it waits for, and where; None if that is guessed."""
+        needed: dict[int, Wait | None] = {}
         if rank in self.guessing:
-            needed.update(self.world)
+            needed |= dict.fromkeys(self.world)
         for wait in self.of.get(rank, []):
-            needed |= wait.missed_by(rank)
-        return needed - {rank}
+            needed |= dict.fromkeys(wait.missed_by(rank), wait)
+        for other in (rank, OUTSIDE):
+            needed.pop(other, None)
+        return needed
 
     def _last_ones(self) -> list[set[int]]:
-        # A rank leads to its waits, and a wait to all that it misses: far fewer edges than from
-        # rank to rank. None is the guess, any rank.
-        graph: dict[Any, Iterable[Any]] = {None: self.world if self.guessing else ()}
-        for wait in self.waits:
-            graph[wait, True] = wait.absent | wait.unlike
-            graph[wait, False] = wait.missed
+        # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
+        graph: dict[Any, Iterable[Any]] = {wait: wait.missed for wait in self.waits}
         for rank, waits in self.of.items():
-            nodes = [(wait, rank in wait.behind) for wait in waits]
-            # Of a call that all have queued, nobody may be missed.
-            graph[rank] = [node for node in nodes if graph[node]]
+            targets: list[Any] = []
+            for wait in waits:
+                if rank in wait.entered:
+                    targets.append(wait)
+                else:
+                    targets += wait.missed_by(rank)
+            graph[rank] = targets
         graph |= {rank: [None] for rank in self.guessing}
+        graph[None] = self.world if self.guessing else ()
         last_ones = []
         for component in _last_components(graph):
-            ranks = {node for node in component if isinstance(node, int)}
+            ranks = component.intersection((OUTSIDE, *self.world))
             if ranks:
                 last_ones.append(ranks)
         return sorted(last_ones, key=min)
@@ -264,25 +268,23 @@ class Waiting:
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
-        for place in np.unique(calls.rows["title"]):
+        for place in np.unique(calls.title):
             title = calls.titles[place]
             # NCCL has several backends from torch 2.15 on, whose names begin alike.
-            if title.p2p or title.backend.startswith("nccl"):
+            if title.p2p or title.text.startswith("nccl"):
                 return True
         return False
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
         calls = self.ranks[rank].calls
-        times = [calls.rows[name].max(initial=0) for name in ("created", "started", "completed")]
-        return int(max(times))
+        times = calls.columns[2:5]
+        return int(times.max(initial=0))
 
     def _call_of(self, rank: int, group: str, seq: int) -> Call | None:
-        """The collective with this number that a rank made, if its recorder still has it."""
-        if rank not in self.ranks:
-            return None
+        """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
-        for at in np.flatnonzero(calls.rows["seq"] == seq).tolist():
+        for at in np.flatnonzero(calls.seq == seq).tolist():
             call = calls[at]
             if call.group == group and not call.p2p:
                 return call
@@ -292,14 +294,14 @@ class Waiting:
         recording = self.ranks[rank]
         calls = recording.calls
         is_collective_title = [not title.p2p for title in calls.titles]
-        is_collective = np.array(is_collective_title, bool)[calls.rows["title"]]
+        is_collective = np.array(is_collective_title, bool)[calls.title]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
-        if rank in self.raised and self._is_in_torch(rank) and calls:
+        if rank in self.raised and self._raised_in_a_call(rank) and calls:
             return  # it is not in its last call any more
-        ended = _last_numbers(calls, is_collective & calls.rows["done"])
-        is_timed = bool(calls.rows["started"].any())
+        ended = _last_numbers(calls, is_collective & calls.done)
+        is_timed = bool(calls.started.any())
         pending: list[_Pending] = []
-        for at in np.flatnonzero(~calls.rows["done"]).tolist():
+        for at in np.flatnonzero(~calls.done).tolist():
             call = calls[at]
             if not call.p2p:
                 # Calls of a group end in order, so the first is what it waits in; one whose handle
@@ -307,7 +309,7 @@ class Waiting:
                 if call.seq <= ended.get(call.group, _NOWHERE):
                     continue
                 ended[call.group] = _ALL
-            if call.title.backend.startswith("gloo"):
+            if call.title.text.startswith("gloo"):
                 is_entered = True
             elif is_timed:
                 is_entered = call.started > 0
@@ -329,38 +331,53 @@ class Waiting:
         pending_in: dict[tuple[int, str], _Pending] = {}  # of a rank, in a group
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
-                title = pending.call.title
-                if not title.p2p:
-                    pending_at[title.group, pending.call.seq][rank] = pending
-                    pending_in[rank, title.group] = pending
+                call = pending.call
+                if not call.p2p:
+                    pending_at[call.group, call.seq][rank] = pending
+                    pending_in[rank, call.group] = pending
         for (group, seq), pending_of in pending_at.items():
-            absent: set[int] = set()
-            behind: set[int] = set()
-            # By what must be the same for all ranks.
-            calls_of: dict[tuple[str, ...], dict[int, Call]] = defaultdict(dict)
+            absent = set()
+            called = []
+            behind = set()
             for rank in self.members(group):
-                call = self._call_of(rank, group, seq)
-                if call is not None:
-                    calls_of[must_agree(call.what)][rank] = call
-                # One whose recorder has overwritten its call came long ago: nobody misses it.
-                elif self._last_numbers.get(rank, {}).get(group, _NOWHERE) < seq:
+                numbers = self._last_numbers.get(rank, {})
+                last_number = numbers.get(group, _NOWHERE)
+                if last_number < seq or rank in self.gone:
                     absent.add(rank)
+                    continue
+                called.append(rank)
                 first = pending_in.get((rank, group))
+                if first is None:
+                    continue
                 # It is in an earlier call of the group, or has queued this one.
-                if first is not None and (first.call.seq, first.is_entered) < (seq, True):
+                if (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
             outside = self.recording.groups[group].outside
             if outside:
                 absent = (absent - outside) | {OUTSIDE}
-            alike = sorted(calls_of.values(), key=len)
-            if len(alike) > 1:
-                self.unequal[group, seq] = alike
+            alike = self._alike(group, seq, called)
+            # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
             recorded = set().union(*alike)
             for calls in alike:
                 inside = {rank: pending_of[rank] for rank in calls if rank in pending_of}
                 unlike = recorded - calls.keys()
                 if inside:
                     self._add_wait(inside, absent, unlike, behind & calls.keys())
+
+    def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
+        """The calls of ranks, by what must be the same for all of them, the most last."""
+        calls_of: dict[tuple[str, ...], dict[int, Call]] = {}
+        for rank in ranks:
+            call = self._call_of(rank, group, seq)
+            if call is None:
+                continue
+            key = must_agree(call.what)
+            calls = calls_of.setdefault(key, {})
+            calls[rank] = call
+        alike = sorted(calls_of.values(), key=len)
+        if len(alike) > 1:
+            self.unequal[group, seq] = alike
+        return alike
 
     def _add_wait(
         self,
@@ -421,7 +438,8 @@ class Waiting:
             if answer.rank in self.recording.groups[key.group].outside:
                 absent.add(OUTSIDE)
             elif unanswered > 0:
-                operation = operations[-unanswered:][0]
+                first = max(0, len(operations) - unanswered)
+                operation = operations[first]
                 absent.add(answer.rank)
             elif answers and not answers[0].is_entered:
                 behind.add(answer.rank)
@@ -437,12 +455,14 @@ class Waiting:
         ended: Counter[_PairKey] = Counter()
         for recording in self.ranks.values():
             calls = recording.calls
-            places = calls.rows["title"][calls.rows["done"]].tolist()
-            for place, count in Counter(places).items():
-                key = self._pair_key(calls.titles[place])
+            ended_titles = calls.title[calls.done]
+            places, counts = np.unique(ended_titles, return_counts=True)
+            for place, count in zip(places, counts, strict=True):
+                title = calls.titles[place]
+                key = self._pair_key(title)
                 # What the other rank did is known only from its own recorder.
                 if key is not None and whole.issuperset(key.ranks):
-                    ended[key] += count
+                    ended[key] += int(count)
         return ended
 
     def _pair_key(self, title: Title) -> _PairKey | None:
@@ -459,12 +479,10 @@ class Waiting:
 
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     """The last number of each group among some calls."""
-    last_numbers = {}
-    rows = calls.rows[mask]
-    for place, number in zip(rows["title"].tolist(), rows["seq"].tolist(), strict=True):
-        group = calls.titles[place].group
-        last_numbers[group] = number
-    return last_numbers
+    group_of_title = [title.group for title in calls.titles]
+    groups = [group_of_title[place] for place in calls.title[mask].tolist()]
+    numbers = calls.seq[mask].tolist()
+    return dict(zip(groups, numbers, strict=True))
 
 
 def must_agree(operation: What) -> tuple[str, ...]:
@@ -487,11 +505,13 @@ def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
     match = _PAIR.fullmatch(operation.detail)
     if operation.name not in ("send", "recv") or match is None:
         return ()
-    caller, peer = map(int, match.groups())
-    if max(caller, peer) >= len(members):
+    caller, arrow, peer = match.groups()
+    places = [int(caller), int(peer)]
+    if arrow == "<-":
+        places.reverse()
+    if max(places) >= len(members):
         return ()
-    ranks = (members[caller], members[peer])
-    return ranks if operation.name == "send" else ranks[::-1]
+    return tuple(members[place] for place in places)
 
 
 def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
@@ -524,7 +544,8 @@ def _reachable(graph: Mapping[Any, Iterable[Any]], start: Any) -> set[Any]:
     reached = {start}
     to_visit = [start]
     while to_visit:
-        new = set(graph.get(to_visit.pop(), ())) - reached
-        reached |= new
-        to_visit += new
+        for target in graph.get(to_visit.pop(), ()):
+            if target not in reached:
+                reached.add(target)
+                to_visit.append(target)
     return reached

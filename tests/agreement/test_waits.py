@@ -187,6 +187,24 @@ def test_the_lowest_rank_warns_and_another_when_it_is_stopped_at_one_further_cal
     assert shared.calls["append", "places"] == 63
 
 
+def test_ranks_that_came_one_after_the_other_do_not_all_warn(clock, monkeypatch):
+    warning_ranks = []
+    monkeypatch.setattr(logs, "warn", lambda text, _: warning_ranks.append(text.split()[1]))
+    for name, value in REAL.items():
+        monkeypatch.setattr(waits, name, value)
+    shared = dist.HashStore()
+    ranks = {}
+    for rank, begin in ((3, 0.0), (2, 15.0), (1, 30.0), (0, 45.0)):
+        ranks[rank] = waits.Watch(shared, range(5), rank, "a test", lambda: 4, begin=begin)
+    while clock[0] < 700:
+        for watch in ranks.values():
+            if clock[0] >= watch.begin:
+                watch.look()
+        clock[0] += 0.5
+    # Each has waited longest when it warns for the first time.
+    assert warning_ranks == ["3", "2", "1", "0", "0", "0", "0", "0"]
+
+
 @pytest.mark.parametrize("ranks", [8, 4096, 131_072])
 def test_the_more_ranks_wait_the_less_often_each_looks(ranks, monkeypatch):
     now = [0.0]

@@ -1,7 +1,6 @@
 """Dumps are read whatever they hold: nothing that is loaded runs, nothing that is cut ends it."""
 
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -32,6 +31,11 @@ def recorders(calls=3):
             recorder.call("7")
         recorder.call("0", done=False, frames=[("a.py", 3, "f"), ("b.py", 4, "g")])
     return pair
+
+
+def sends():
+    """The sends that ``hypergrid.record`` writes beside a stack."""
+    return Rank(0, GROUPS).call("7", "send 0->1").entries
 
 
 def test_a_dump_is_read_with_its_members_calls_and_innermost_frames(tmp_path):
@@ -105,12 +109,6 @@ def test_several_processes_read_what_one_reads(tmp_path):
         assert getattr(together, name) == getattr(alone, name)
 
 
-def test_a_process_of_a_pool_reads_too(tmp_path):
-    write(tmp_path, recorders())
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert sorted(pool.apply(read, (tmp_path,)).ranks) == [0, 1]
-
-
 # Files that are cut, strange or of somebody else.
 
 
@@ -172,18 +170,19 @@ def test_every_text_of_a_recording_and_of_its_report_is_one_line(tmp_path, kinds
     assert not re.search(r"(?<!\\)\\[nrtxu]", texts)
 
 
-def test_calls_of_a_group_without_a_name_are_left_out_with_their_file(tmp_path):
-    unnamed = Rank(0, GROUPS).call("7", "send 0->1")
-    unnamed.entries[0]["process_group"] = [["7"], "TENSOR"]
-    (problem,) = read(write(tmp_path, [unnamed])).problems
-    assert "trace_0 cannot be read" in problem
+def test_sends_of_a_group_without_a_name_are_left_out_with_their_file(tmp_path):
+    unnamed = sends()
+    unnamed[0]["process_group"] = [["7"], "TENSOR"]
+    stack(tmp_path, 0, p2p=unnamed)
+    (problem,) = read(write(tmp_path, recorders())).problems
+    assert "stack_0.json cannot be read" in problem
 
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory):
     """The content of files of each kind, by their names."""
     directory = write(tmp_path_factory.mktemp("seeds"), recorders(2))
-    stack(directory, 0, [("a.py", 3, "f")])
+    stack(directory, 0, [("a.py", 3, "f")], p2p=sends())
     return {
         "trace_0": (directory / "trace_0").read_bytes(),
         "stack_0.json": (directory / "stack_0.json").read_bytes(),

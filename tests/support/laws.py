@@ -230,10 +230,9 @@ def hypergrid_diagnose(directory: Path) -> peer.Said:
     return peer.Said(diagnosis.sentence, set(diagnosis.ranks), "")
 
 
-# The first judges what ``hypergrid.record`` writes, the others what torch alone would.
 ANALYSES = {
-    "hypergrid diagnose": hypergrid_diagnose,
     "fr_attribution": peer.fr_attribution,
+    "hypergrid diagnose": hypergrid_diagnose,
     "torchfrtrace": peer.torchfrtrace,
 }
 
@@ -255,8 +254,6 @@ def compared(seeds: Iterable[int], kind: str = "whole") -> Counter[tuple[str, st
             for analysis, judge in ANALYSES.items():
                 with contextlib.redirect_stdout(io.StringIO()):
                     answer = judge(directory)
-                if judge is hypergrid_diagnose and not run.program.nccl:
-                    peer.without_sends(directory)
                 guilty = answer.ranks & run.program.guilty.keys()
                 innocent = answer.ranks - guilty
                 counts[backend, analysis, "hangs"] += 1

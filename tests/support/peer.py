@@ -79,14 +79,6 @@ def with_members(directory: Path, groups: Sequence[tuple[str, tuple[str, Sequenc
         path.write_bytes(pickle.dumps(data, 2))
 
 
-def without_sends(directory: Path) -> None:
-    """Take the sends and receives out of dumps of gloo, which torch does not record."""
-    for path in directory.glob("trace_*"):
-        data = pickle.loads(path.read_bytes())
-        data["entries"] = [entry for entry in data["entries"] if not entry["is_p2p"]]
-        path.write_bytes(pickle.dumps(data, 2))
-
-
 def completed(directory: Path, to: Path) -> Path:
     """Copy dumps of gloo with the members that its recorder lacks and ``hypergrid.dump`` has."""
     to.mkdir()

@@ -7,8 +7,6 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +62,6 @@ def entry(
         "timeout_ms": 600000,
         "is_p2p": is_p2p,
     }
-
-
-def joined(*entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls of several recorders as ``hypergrid.record`` writes them: as those of one."""
-    lost = sum(calls[0]["record_id"] for calls in entries if calls)
-    calls_in_order = sorted(chain(*entries), key=itemgetter("time_created_ns"))
-    for number, call in enumerate(calls_in_order, start=lost):
-        call["record_id"] = number
-    return calls_in_order
 
 
 def config(groups: Groups) -> dict[str, dict[str, str]]:

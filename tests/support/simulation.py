@@ -377,14 +377,11 @@ class _Recording:
 
     def write_trace(self, directory: Path) -> None:
         nccl = self.program.nccl
-        entries = self._entries({True, False} if nccl else {False})
-        if self.program.p2p and self.program.stacks and not nccl:
-            entries = recorded.joined(entries, self._entries({True}))
         dump = {
             "version": "2.10",
             "pg_config": recorded.config(self.groups) if nccl else recorded.NO_MEMBERS,
             "pg_status": self._status(),
-            "entries": entries,
+            "entries": self._entries({True, False} if nccl else {False}),
         }
         recorded.trace(directory / f"trace_{self.rank}", dump, self.written)
 
@@ -394,12 +391,15 @@ class _Recording:
             written = self.process.clock + SECOND // 10
         elif self.process.state == "lost":
             written = self.run.end - SECOND
+        p2p = self._entries({True}) if self.program.p2p and not self.program.nccl else []
         error = None
         if self.process.state == "raise":
             error = self.program.error or RAISED
         elif self.process.state == "lost":
             error = LOST[self.rank % 2]
-        recorded.stack(directory, self.rank, self._main_thread(), error=error, written=written)
+        recorded.stack(
+            directory, self.rank, self._main_thread(), error=error, written=written, p2p=p2p
+        )
 
     def _status(self) -> dict[str, dict[str, int]]:
         """The last numbers of each group, as recorders have them."""

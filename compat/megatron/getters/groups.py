@@ -54,36 +54,42 @@ def get_data_parallel_group(
         return _data_parallel_with_remat(
             with_context_parallel, partial_data_parallel, independent_all_gather
         )
-    if not with_context_parallel:
+    if with_context_parallel:
         if partial_data_parallel:
-            raise _partial_without_cp()
-        group = _DATA_PARALLEL_GROUP
-    elif partial_data_parallel:
-        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
-    elif independent_all_gather:
-        group = _DATA_PARALLEL_GROUP_WITH_CP_AG
-    else:
-        group = _DATA_PARALLEL_GROUP_WITH_CP
-    if group is None:
+            if _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP is None:
+                raise missing("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
+            return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
+        if independent_all_gather:
+            if _DATA_PARALLEL_GROUP_WITH_CP_AG is None:
+                raise missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+            return _DATA_PARALLEL_GROUP_WITH_CP_AG
+        if _DATA_PARALLEL_GROUP_WITH_CP is None:
+            raise missing("_DATA_PARALLEL_GROUP_WITH_CP")
+        return _DATA_PARALLEL_GROUP_WITH_CP
+    if partial_data_parallel:
+        raise _partial_without_cp()
+    if _DATA_PARALLEL_GROUP is None:
         raise missing("_DATA_PARALLEL_GROUP")
-    return group
+    return _DATA_PARALLEL_GROUP
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Gloo twin of a data-parallel group."""
-    if not with_context_parallel:
+    if with_context_parallel:
         if partial_data_parallel:
-            raise _partial_without_cp()
-        group = _DATA_PARALLEL_GROUP_GLOO
-    elif partial_data_parallel:
-        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    else:
-        group = _DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    if group is None:
+            if _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO is None:
+                raise missing("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+            return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO
+        if _DATA_PARALLEL_GROUP_WITH_CP_GLOO is None:
+            raise missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+        return _DATA_PARALLEL_GROUP_WITH_CP_GLOO
+    if partial_data_parallel:
+        raise _partial_without_cp()
+    if _DATA_PARALLEL_GROUP_GLOO is None:
         raise missing("_DATA_PARALLEL_GROUP_GLOO")
-    return group
+    return _DATA_PARALLEL_GROUP_GLOO
 
 
 def has_separate_all_gather_group() -> bool:
@@ -141,12 +147,13 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
     """Group over tp and dp, optionally with cp."""
-    group = _TENSOR_AND_DATA_PARALLEL_GROUP
     if with_context_parallel:
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
-    if group is None and check_initialized:
+        if _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP is None and check_initialized:
+            raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+    if _TENSOR_AND_DATA_PARALLEL_GROUP is None and check_initialized:
         raise missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
-    return group
+    return _TENSOR_AND_DATA_PARALLEL_GROUP
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -189,12 +196,13 @@ def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
     """Group over the expert grid's tp, ep and pp, optionally with gtp_remat."""
-    group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
     if with_egtp_remat:
-        group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
-    if group is None and check_initialized:
+        if _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP is None and check_initialized:
+            raise missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP")
+        return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
+    if _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP is None and check_initialized:
         raise missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")
-    return group
+    return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
 
 
 @as_released
@@ -206,22 +214,24 @@ def get_expert_data_parallel_group(
     """Group over the expert grid's dp; optionally without gtp_remat, or of one instance."""
     if _expert_gtp_remat and with_gtp_remat:
         return _expert_data_parallel_with_remat(check_initialized, partial_expert_data_parallel)
-    group = _EXPERT_DATA_PARALLEL_GROUP
     if partial_expert_data_parallel:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-    if group is None and check_initialized:
+        if _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP is None and check_initialized:
+            raise missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+    if _EXPERT_DATA_PARALLEL_GROUP is None and check_initialized:
         raise missing("_EXPERT_DATA_PARALLEL_GROUP")
-    return group
+    return _EXPERT_DATA_PARALLEL_GROUP
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Gloo twin of an expert-data-parallel group."""
-    group = _EXPERT_DATA_PARALLEL_GROUP_GLOO
     if partial_expert_data_parallel:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO
-    if group is None:
+        if _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO is None:
+            raise missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO")
+        return _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO
+    if _EXPERT_DATA_PARALLEL_GROUP_GLOO is None:
         raise missing("_EXPERT_DATA_PARALLEL_GROUP_GLOO")
-    return group
+    return _EXPERT_DATA_PARALLEL_GROUP_GLOO
 
 
 def get_data_modulo_expert_parallel_group(
