@@ -143,9 +143,7 @@ class Record:
             with self._patched(parallel_state, is_plan=True) as stand_ins:
                 yield {**self.helpers, **stand_ins}
         for name in sorted({*planned_environment, *os.environ}):
-            stock_value = os.environ.get(name)
-            planned_value = planned_environment.get(name)
-            self.note(f"the variable {name}", stock_value, planned_value)
+            self.note(f"the variable {name}", os.environ.get(name), planned_environment.get(name))
         for position, call in enumerate(self._calls):
             if position not in self._positions:
                 self.differences.append(f"{call.group}: stock creates it, and hypergrid would not")
@@ -353,27 +351,22 @@ def _values(record: Record, state: ParallelState) -> Iterator[tuple[str, Any, An
     for name in slots:
         stock_value = getattr(stock, name, _ABSENT)
         planned_value = state._values.get(name, _ABSENT)
-        if name == "_global_process_group_list":
-            stock_value = _in_one_order(stock_value)
-            planned_value = _in_one_order(planned_value)
+        if (
+            name == "_global_process_group_list"
+            and type(stock_value) is type(planned_value) is list
+        ):
+            # Its order is that of creation, which has no effect.
+            stock_value = sorted(stock_value, key=id)
+            planned_value = sorted(planned_value, key=id)
         yield name, stock_value, planned_value
     for name in FUNCTIONS:
         stock_getter = getattr(stock, name, None)
         if not callable(stock_getter) or not name.startswith(_GETTERS):
             continue
-        planned_getter = state._values[name]
         for arguments in _arguments(stock_getter, state):
             words = [f"{flag}={value}" for flag, value in arguments.items()]
-            stock_result = _result(stock_getter, arguments)
-            planned_result = _result(planned_getter, arguments)
-            yield f"{name}({', '.join(words)})", stock_result, planned_result
-
-
-def _in_one_order(groups: Any) -> Any:
-    """The list of all groups: its order is that of creation, which has no effect."""
-    if type(groups) is list:
-        return sorted(groups, key=id)
-    return groups
+            planned_result = _result(state._values[name], arguments)
+            yield f"{name}({', '.join(words)})", _result(stock_getter, arguments), planned_result
 
 
 def _arguments(getter: Callable[..., Any], state: ParallelState) -> Iterator[dict[str, Any]]:
@@ -382,22 +375,18 @@ def _arguments(getter: Callable[..., Any], state: ParallelState) -> Iterator[dic
     Of ``f(group_size, with_cp=False)``: ``{}``, ``{"with_cp": False}``, ``{"group_size": 2}`` ...
     """
     stages = state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE or 0
-    group_sizes = {1, 2, 4}
-    for group in of_torch.registered_groups():
-        group_sizes.add(group.size())
+    live_sizes = [group.size() for group in of_torch.registered_groups()]
     values: dict[str, Sequence[Any]] = {
         "vp_stage": range(max(stages, 2)),
-        "group_size": sorted(group_sizes),
+        "group_size": sorted({1, 2, 4, *live_sizes}),
     }
     choices = []
     for name, parameter in inspect.signature(getter).parameters.items():
         if isinstance(parameter.default, bool):
             values[name] = (False, True)
         # Left out, or one of its values.
-        ways: list[dict[str, Any]] = [{}]
-        for value in values.get(name, ()):
-            ways.append({name: value})
-        choices.append(ways)
+        ways = [{name: value} for value in values.get(name, ())]
+        choices.append([{}, *ways])
     for combination in itertools.product(*choices):
         arguments = {}
         for choice in combination:
@@ -432,10 +421,8 @@ def _options(value: Any) -> Any:
     if isinstance(value, list):
         return [_options(options) for options in value]
     config = getattr(value, "config", None)
-    fields = []
-    for name in communicators.OPTIONS:
-        fields.append(getattr(config, name, getattr(value, name, None)))
-    return [type(value).__name__, fields]
+    options = [getattr(config, name, getattr(value, name, None)) for name in communicators.OPTIONS]
+    return [type(value).__name__, options]
 
 
 class _Text(str):
