@@ -305,7 +305,8 @@ def is_split(backend: str | None) -> bool:
     default_devices = devices_of(None)
     # The device from which torch splits, as "cuda" of "cpu:gloo,cuda:nccl"; else the first one,
     # which is the same on a rank whose default group is not bound.
-    splitting_device = [*filter(_splits, default_devices), *default_devices][0]
+    first_device = next(iter(default_devices))
+    splitting_device = next(filter(_splits, default_devices), first_device)
     return devices_of(backend).get(splitting_device) == default_devices[splitting_device]
 
 

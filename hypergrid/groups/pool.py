@@ -169,11 +169,12 @@ class GroupPool:
         registered = of_torch.registered_groups()
         lenders = []
         for pool in self._others():
-            lends = pool.lends and not pool.suspended
-            is_alike = pool.policy == self.policy and pool._ranks == ranks
+            if not pool.lends or pool.suspended:
+                continue
+            if pool.policy != self.policy or pool._ranks != ranks:
+                continue
             # Outside code may have destroyed some of its groups, on this rank or on another.
-            is_whole = all(pooled.group in registered for pooled in pool.groups)
-            if lends and is_alike and is_whole:
+            if all(pooled.group in registered for pooled in pool.groups):
                 lenders.append(pool)
         return sorted(lenders, key=lambda pool: pool.agreement.epoch)
 
