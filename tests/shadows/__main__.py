@@ -86,24 +86,23 @@ def _apart(first: Any, second: Any) -> str:
 
 
 def judge(release: str, edit: Edit, arguments: Arguments, pretend: bool, plains: Any) -> Verdict:
-    """Run an edit on both sides."""
-    texts = (source(release), edit.text)
+    """Run an edit on both sides, and unedited stock once for all edits with these arguments."""
+    plain = source(release)
+    key = (repr(arguments), pretend)
+    if key not in plains:
+        plains[key] = _side(release, plain, False, arguments, pretend).dumps
+    stock = _side(release, edit.text, False, arguments, pretend)
+    swapped = _side(release, edit.text, True, arguments, pretend)
+    return Verdict(edit, stock, swapped, plains[key])
+
+
+def _side(release: str, text: str, is_swapped: bool, arguments: Arguments, pretend: bool) -> Side:
     with tempfile.TemporaryDirectory(prefix="shadow-") as name:
         folder = Path(name)
-        write_tree(folder, release, edit.text)
+        write_tree(folder, release, text)
         if pretend:
-            stock = pretended(folder, False, arguments, texts)
-            swapped = pretended(folder, True, arguments, texts)
-        else:
-            stock = torchrun(folder, False, arguments, release)
-            swapped = torchrun(folder, True, arguments, release)
-    key = (repr(arguments), pretend)
-    if edit.rule == "unedited":
-        plains[key] = stock.dumps
-    elif key not in plains:
-        unedited = Edit("unedited", "", texts[0], True)
-        judge(release, unedited, arguments, pretend, plains)
-    return Verdict(edit, stock, swapped, plains[key])
+            return pretended(folder, is_swapped, arguments, (source(release), text))
+        return torchrun(folder, is_swapped, arguments, release)
 
 
 def main() -> int:

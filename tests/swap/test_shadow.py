@@ -128,6 +128,7 @@ def run_job(tmp_path, *arguments, fails=False, launch=FORKED, **environment):
 
 
 def test_stock_runs_the_job_and_one_line_says_that_nothing_differs(tmp_path):
+    running.write_tree(tmp_path, MAIN[0], source(MAIN[0]))  # imported by each of torchrun's ranks
     out = run_job(tmp_path, "--shadow", launch=(*TORCHRUN, "-m", "compat.launch"))
     (line,) = (line for line in out.splitlines() if line.startswith("hypergrid"))
     assert line.startswith(
@@ -340,22 +341,53 @@ def test_each_difference_of_a_broken_copy_of_stock_is_noticed_on_some_rank(relea
     in_a_process_of(release, "check_broken_copies")
 
 
-def both_sides(tmp_path, release, arguments, old, new):
-    """An edited stock with a shadow run beside it, and swapped: the text, and both sides."""
-    plain = source(release)
-    assert old is None or old in plain, old
-    text = plain + new if old is None else plain.replace(old, new)
+def edited(text, old, new):
+    """The text with ``new`` in place of ``old``, or at its end if that is None."""
+    assert old is None or old in text, old
+    return text + new if old is None else text.replace(old, new)
+
+
+def both_sides(tmp_path, release, arguments, text):
+    """An edited stock with a shadow run beside it, and swapped: both sides."""
     running.write_tree(tmp_path, release, text)
-    stock = running.pretended(tmp_path, False, arguments, (plain, text))
-    return stock, running.pretended(tmp_path, True, arguments, (plain, text))
+    texts = (source(release), text)
+    return [running.pretended(tmp_path, swapped, arguments, texts) for swapped in (False, True)]
 
 
-@pytest.mark.parametrize("release", NEWEST)
-@pytest.mark.parametrize("name", SAME)
-def test_an_edit_that_no_caller_sees_is_no_difference_and_no_refusal(tmp_path, release, name):
-    stock, swapped = both_sides(tmp_path, release, *SAME[name])
+def unseen(tmp_path, release, arguments, text):
+    """An edit that no caller sees is no difference, and no refusal."""
+    stock, swapped = both_sides(tmp_path, release, arguments, text)
     assert differing(stock.dumps, swapped.dumps, stock.dumps) == []
     assert stock.differences == []
+
+
+def in_few_texts(release):
+    """The arguments of an initialisation, and a text with all edits of SAME that it takes."""
+    texts = []
+    for arguments, *edit in SAME.values():
+        for number, (others, text) in enumerate(texts):
+            if arguments == others and (edit[0] is None or edit[0] in text):
+                texts[number] = (arguments, edited(text, *edit))
+                break
+        else:
+            texts.append((arguments, edited(source(release), *edit)))
+    return texts
+
+
+def test_edits_that_no_caller_sees_are_no_difference_and_no_refusal(tmp_path):
+    """Each of them alone is tried by ``scripts/test --long``."""
+    texts = in_few_texts(MAIN[1])
+    assert len(texts) == 5
+    for number, (arguments, text) in enumerate(texts):
+        unseen(tmp_path / str(number), MAIN[1], arguments, text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("release", MAIN)
+@pytest.mark.parametrize("name", SAME)
+def test_an_edit_that_no_caller_sees_is_no_difference_and_no_refusal(tmp_path, release, name):
+    arguments, *edit = SAME[name]
+    unseen(tmp_path, release, arguments, edited(source(release), *edit))
 
 
 @pytest.mark.parametrize("release", MAIN)
@@ -363,15 +395,22 @@ def test_a_default_of_none_that_only_stocks_body_explains_is_refused_when_it_is_
     tmp_path, release
 ):
     edit = ("create_gloo_process_groups: bool = True", "create_gloo_process_groups: bool = None")
-    stock, swapped = both_sides(tmp_path, release, {}, *edit)
+    stock, swapped = both_sides(tmp_path, release, {}, edited(source(release), *edit))
     for dump in swapped.dumps:
         assert dump["initialisation"] == "TypeError"
         assert "create_gloo_process_groups=None is the default of this Megatron" in dump["error"]
     assert "the swap would refuse, TypeError: create_gloo" in stock.differences[0]
 
 
-def test_random_edits_are_the_same_exactly_where_callers_see_the_same():
-    command = (sys.executable, "scripts/shadow_fuzz", "-n", "4", "--torchrun", "0", "--seed", TODAY)
+@pytest.mark.parametrize(
+    "releases",
+    [pytest.param(MAIN[1:], id="newest"), pytest.param((), id="all", marks=pytest.mark.long)],
+)
+def test_random_edits_are_the_same_exactly_where_callers_see_the_same(releases):
+    """Of the newest release; ``scripts/test --long`` edits the others and the branches too."""
+    command = [sys.executable, "scripts/shadow_fuzz", "-n", "4", "--torchrun", "0", "--seed", TODAY]
+    for release in releases:
+        command += ["--release", release]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 edits" in done.stdout
