@@ -11,7 +11,8 @@ import pytest
 
 from hypergrid.plan import GroupPlan
 from tests.cli.test_cli import answers
-from tests.support import ROOT, table, warm
+from tests.shadows.running import write_tree
+from tests.support import ROOT, stock, table, warm
 
 STARTUP = ROOT / "compat" / "swap" / "startup"
 
@@ -27,6 +28,12 @@ def script(directory, body, name="script.py"):
     path = directory / name
     path.write_text(textwrap.dedent(body))
     return str(path)
+
+
+@pytest.fixture
+def quick_megatron(tmp_path):
+    """Stock's parallel_state in a megatron-core that is imported fast, for many processes."""
+    write_tree(tmp_path, stock.MAIN[0], stock.source(stock.MAIN[0]))
 
 
 EVERY_FORM = """
@@ -168,7 +175,7 @@ def launch(*arguments, cwd, **options):
 
 
 @pytest.fixture
-def shows_the_order(tmp_path):
+def shows_the_order(tmp_path, quick_megatron):
     return script(tmp_path, SHOWS_THE_ORDER)
 
 
@@ -214,7 +221,7 @@ SPAWNS = """
 """
 
 
-def test_ranks_that_a_script_spawns_run_what_the_launcher_was_told(tmp_path):
+def test_ranks_that_a_script_spawns_run_what_the_launcher_was_told(tmp_path, quick_megatron):
     for flag, says in (("--order=tp-pp-dp", "compat.parallel_state [0, 1]"), ("--no-swap", "mega")):
         run = ("-m", "compat.launch", flag, script(tmp_path, SPAWNS), str(tmp_path / flag))
         code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=f"{STARTUP}:{ROOT}")
