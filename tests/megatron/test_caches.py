@@ -46,7 +46,7 @@ def dispatched(fused_a2a):
 
 
 @pytest.mark.parametrize("release", sources(*WITH_HYBRID_EP))
-@on_ranks(8)
+@on_ranks(4)
 def test_tokens_are_dispatched_over_the_groups_of_the_second_initialisation(rank, release):
     fused_a2a = load(release)
     for size in (4, 4, 2):
