@@ -50,9 +50,14 @@ def test_no_innocent_is_named_with_certainty_if_several_are_guilty():
     assert whole.counts["cases"] > 60
 
 
+@pytest.fixture(scope="module")
+def with_rare_calls():
+    return tally(range(150), only="a rare call")
+
+
 @pytest.mark.parametrize("kind", ["whole, a rare call", "whole, a rare call is left out"])
-def test_who_cannot_make_a_call_is_no_witness_against_it(kind):
-    rare = tally(range(150), only="a rare call")[kind]
+def test_who_cannot_make_a_call_is_no_witness_against_it(with_rare_calls, kind):
+    rare = with_rare_calls[kind]
     assert rare.holds(*GOALS[kind]), [rare.line(), *rare.wrong]
     assert rare.counts["cases"] > 100
 
