@@ -97,6 +97,15 @@ def exit_status(status):
     return 128 - status if status is not None and status < 0 else status
 
 
+def has_variables_of_sbatch(launch, case):
+    """A launch has the variables that sbatch sets by the lines of the file."""
+    for variable, value in case.of_sbatch.items():
+        # A step of srun has its own numbers.
+        if launch.words[0] == "srun" and re.search("NODES|NTASKS", variable):
+            continue
+        assert launch.variables.get(variable) == value, variable
+
+
 QUICK = OTHERS[::5]  # of the tests that are not slow
 
 
@@ -118,20 +127,8 @@ def test_a_script_launches_what_bash_launches(name, environment, tmp_path, monke
     assert exit_status(recording.status) == status
     if status is not None:
         assert taken < case.timeout / 2, "what a script leaves behind is not waited for"
-
-
-@pytest.mark.parametrize("name", [name for name in OTHERS if CASES[name].of_sbatch])
-def test_a_launch_has_the_variables_that_sbatch_sets_by_the_lines_of_the_file(
-    name, environment, tmp_path, monkeypatch
-):
-    case = CASES[name]
-    recording = by_us(case, tmp_path, monkeypatch)
     for launch in recording.launches:
-        for variable, value in case.of_sbatch.items():
-            # A step of srun has its own numbers.
-            if launch.words[0] == "srun" and re.search("NODES|NTASKS", variable):
-                continue
-            assert launch.variables.get(variable) == value, variable
+        has_variables_of_sbatch(launch, case)
 
 
 @pytest.mark.parametrize("name", OWN_PATH)
