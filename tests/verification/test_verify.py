@@ -41,6 +41,12 @@ RIGHT = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """What megatron-core imports, loaded once for all processes that verify forks from this one."""
+    warm.preload()
+
+
 def test_layouts_that_megatron_computes_rightly_agree_with_one_rank():
     for report in compat.verify(small_gpt, uneven_batch(), RIGHT, smallest=False):
         assert report.agrees, str(report)
