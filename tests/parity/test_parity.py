@@ -66,7 +66,7 @@ def test_the_rank_generator_gives_every_combination_of_dims_stocks_groups(releas
 
 
 def test_random_configurations_show_no_difference(release):
-    compare(release, n=60, world=128)
+    compare(release, n=30, world=128)
 
 
 @pytest.mark.parametrize("release", [release for release in RELEASES if release not in MAIN])
