@@ -48,7 +48,7 @@ def loaded():
 
 
 def test_layouts_that_megatron_computes_rightly_agree_with_one_rank():
-    for report in compat.verify(small_gpt, uneven_batch(), RIGHT, smallest=False):
+    for report in compat.verify(small_gpt, uneven_batch(4), RIGHT, smallest=False):
         assert report.agrees, str(report)
         assert 0 < report.tolerance < 1e-4
         assert "compute what one rank computes" in str(report)
@@ -213,7 +213,7 @@ def test_a_fault_of_the_second_step_is_seen():
 @cache
 def _of_mutants():
     def judged():
-        job = _Job(Task(small_gpt, uneven_batch()), (), 60)
+        job = _Job(Task(small_gpt, uneven_batch(4)), (), 60)
         reports = {}
         for name, mutant in MUTANTS.items():
             job.task = replace(job.task, build=mutated(mutant))
