@@ -246,7 +246,7 @@ def test_a_constant_factor_is_told_and_a_wrong_replica_has_its_rank():
 def test_the_smallest_layout_and_the_flag_without_which_it_is_right():
     layout = KNOWN["the auxiliary loss of experts under cp, if the loss is per token"].layout
     larger = replace(layout, dp=2, options={**layout.options, "overlap_grad_reduce": True})
-    (report,) = compat.verify(small_gpt, uneven_batch(4), larger)
+    (report,) = compat.verify(small_gpt, uneven_batch(2), larger)
     assert str(report.smallest) == (
         "cp=2 calculate_per_token_loss moe_aux_loss_coeff=0.01 num_moe_experts=4"
     )
