@@ -30,10 +30,10 @@ WAITING = (
     *(f"megatron/test_{each}.py" for each in ("faults", "hanging_gpt", "timeouts", "torchrun")),
     *("resiliency/test_resiliency.py", "scripts/test_gpu_check.py"),
 )
-# Files of minutes.
+# Files of minutes, the longest first.
 LONGEST = (
-    *("swap/test_shadow.py", "verification/test_verify.py", "megatron/test_training.py"),
-    "hangs/test_laws.py",
+    *("verification/test_verify.py", "swap/test_shadow.py", "cli/test_cluster_scripts.py"),
+    *("hangs/test_laws.py", "megatron/test_training.py", "swap/test_swap.py"),
 )
 
 
@@ -88,8 +88,12 @@ def pytest_collection_modifyitems(items):
         if item.path in [ROOT / "tests" / each for each in WAITING]:
             item.add_marker(pytest.mark.waits)
     # The longest files first and short ones last, so that no worker is left alone with a long one.
-    first = [ROOT / "tests" / each for each in LONGEST]
-    items.sort(key=lambda item: (item.path not in first, not item.get_closest_marker("slow")))
+    places = {ROOT / "tests" / each: place for place, each in enumerate(LONGEST)}
+
+    def place(item):
+        return places.get(item.path, len(places)), not item.get_closest_marker("slow")
+
+    items.sort(key=place)
 
 
 @pytest.fixture
