@@ -24,6 +24,7 @@ from compat.megatron.communicators import get_nccl_options as get_nccl_options
 from compat.megatron.communicators import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
 from compat.megatron.getters.groups import *  # noqa: F403
 from compat.megatron.getters.numbers import *  # noqa: F403
+from compat.megatron.getters.remat import *  # type: ignore[assignment] # noqa: F403
 from compat.megatron.getters.setters import *  # noqa: F403
 from compat.megatron.getters.stages import *  # noqa: F403
 from compat.megatron.helpers import create_dynamic_dp_cp_groups as create_dynamic_dp_cp_groups
