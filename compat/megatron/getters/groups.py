@@ -118,19 +118,20 @@ def get_amax_reduction_group(
 ) -> ProcessGroup:
     """Group over which FP8 scaling factors are reduced."""
     if with_context_parallel:
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
-        if tp_only_amax_red:
-            group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
-        if group is None:
+        if not tp_only_amax_red:
+            if _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP is None:
+                raise missing("_FP8_AMAX_REDUCTION_GROUP")
+            return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+        if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None:
             raise missing("_FP8_AMAX_REDUCTION_GROUP")
-        return group
-    if tp_only_amax_red:
-        if _TENSOR_MODEL_PARALLEL_GROUP is None:
+        return _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+    if not tp_only_amax_red:
+        if _TENSOR_AND_DATA_PARALLEL_GROUP is None:
             raise missing("_FP8_AMAX_REDUCTION_GROUP")
-        return _TENSOR_MODEL_PARALLEL_GROUP
-    if _TENSOR_AND_DATA_PARALLEL_GROUP is None:
+        return _TENSOR_AND_DATA_PARALLEL_GROUP
+    if _TENSOR_MODEL_PARALLEL_GROUP is None:
         raise missing("_FP8_AMAX_REDUCTION_GROUP")
-    return _TENSOR_AND_DATA_PARALLEL_GROUP
+    return _TENSOR_MODEL_PARALLEL_GROUP
 
 
 @as_released
