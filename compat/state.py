@@ -607,4 +607,4 @@ def publish_into(names: Values) -> None:
 
 answer_from(_module_values)
 make_current(ParallelState())
-group_helpers.tell.append(lambda group: _current.note_group(group))
+group_helpers.note = lambda group: _current.note_group(group)
