@@ -586,7 +586,7 @@ def make_current(state: ParallelState) -> None:
         caches.put(state._caches)
         state._caches = {}
         for name in _KEPT:
-            _module_values[name] = state._values.pop(name, None)
+            _module_values[name] = state._values.get(name)
 
 
 def publish_into(names: Values) -> None:
