@@ -144,8 +144,9 @@ class ParallelState:
     def __getattr__(self, name: str) -> Any:
         if name in SLOTS:
             with _unswitched():
-                if name in self._names:
-                    return self._names[name]
+                values = _module_values if self is _current else self._values
+                if name in values:
+                    return values[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -158,21 +159,18 @@ class ParallelState:
         # A release that lacks one of upstream's private globals has no value of it.
         kept = {name: value for name, value in values.items() if name in _KEPT}
         with _switching:
-            self._names.update(kept)
+            self._values.update(kept)
+            if self is _current:
+                _module_values.update(kept)
 
     def __delattr__(self, name: str) -> None:
         if name not in SLOTS:
             object.__delattr__(self, name)
             return
         with _switching:
-            self._names.pop(name, None)
-
-    @property
-    def _names(self) -> Values:
-        """The names that have its values now: those of the module while it is current."""
-        if self is _current:
-            return _module_values
-        return self._values
+            self._values.pop(name, None)
+            if self is _current:
+                _module_values.pop(name, None)
 
     def _bind(self) -> None:
         """Make the getters over this state's values, which answer while it is not current."""
@@ -503,6 +501,10 @@ def _method(name: str, function: FunctionType) -> Any:
 
     @functools.wraps(function)
     def method(self: ParallelState, *args: Any, **kwargs: Any) -> Any:
+        if self is not _current and not changes:  # no activation changes these values
+            if name not in self._values:
+                self._bind()
+            return self._values[name](*args, **kwargs)
         with _switching if changes else _unswitched():
             if self is _current:
                 return answering[name](*args, **kwargs)
@@ -577,8 +579,9 @@ def make_current(state: ParallelState) -> None:
     global _current
     with _switching:
         if _current is not None:
-            for name in _KEPT:  # outside code may have deleted one
-                _current._values[name] = _module_values.get(name)
+            for name in _KEPT:
+                if name in _module_values:  # outside code may have deleted one
+                    _current._values[name] = _module_values[name]
             if _current.request is not None:
                 _current._bind()  # now, since torch.compile cannot trace it in a method
             _current._caches = caches.take()
