@@ -24,13 +24,14 @@ from compat.megatron.communicators import get_nccl_options as get_nccl_options
 from compat.megatron.communicators import overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs
 from compat.megatron.getters.groups import *  # noqa: F403
 from compat.megatron.getters.numbers import *  # noqa: F403
+from compat.megatron.getters.remat import *  # type: ignore[assignment] # noqa: F403
 from compat.megatron.getters.setters import *  # noqa: F403
 from compat.megatron.getters.stages import *  # noqa: F403
 from compat.megatron.helpers import create_dynamic_dp_cp_groups as create_dynamic_dp_cp_groups
 from compat.megatron.helpers import create_group as create_group
 from compat.megatron.helpers import create_hierarchical_groups as create_hierarchical_groups
 from compat.megatron.helpers import create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups
-from compat.megatron.hosts import reports, warn_of_tp_across_hosts
+from compat.megatron.hosts import warn_of_tp_across_hosts
 from compat.megatron.rank_generator import RankGenerator as RankGenerator
 from compat.megatron.rank_generator import default_embedding_ranks as default_embedding_ranks
 from compat.megatron.rank_generator import (
@@ -160,42 +161,12 @@ def initialize_model_parallel(
     AbortedError
         ``hypergrid.abort()`` was called meanwhile.
     """
+    arguments = dict(locals())  # of all releases, as the fields of a request
     # A launcher's --order and HYPERGRID_ORDER come before the argument.
-    order, order_source = outermost("order", order)
+    arguments["order"], order_source = outermost("order", order)
     helpers = replaced_functions()  # by outside code: they are called in place of ours
     request = Request(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend,
-        use_sharp=use_sharp,
-        context_parallel_size=context_parallel_size,
-        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
-        hybrid_context_parallel=hybrid_context_parallel,
-        dynamic_context_parallel=dynamic_context_parallel,
-        min_dynamic_context_parallel_size=min_dynamic_context_parallel_size,
-        expert_model_parallel_size=expert_model_parallel_size,
-        gtp_remat_size=gtp_remat_size,
-        expert_gtp_remat_size=expert_gtp_remat_size,
-        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
-        expert_tensor_parallel_size=expert_tensor_parallel_size,
-        nccl_communicator_config_path=nccl_communicator_config_path,
-        distributed_timeout_minutes=distributed_timeout_minutes,
-        order=order,
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
-        create_gloo_process_groups=create_gloo_process_groups,
-        high_priority_stream_groups=high_priority_stream_groups,
-        sharp_enabled_group=sharp_enabled_group,
-        create_all_gather_group=create_all_gather_group,
-        rank_offset=rank_offset,
-        local_world_size=local_world_size,
-        share=share,
-        connect=connect,
-        creation=creation,
-        order_source=order_source,
-        init_count=next(init_counts),
-        helpers=helpers,
+        **arguments, order_source=order_source, init_count=next(init_counts), helpers=helpers
     )
     with request.telling_others():
         planned = PlannedRows(request)
@@ -216,7 +187,7 @@ def initialize_model_parallel(
         warn_of_a_second_state()
         if dist.get_rank() == request.rank_offset:
             warn_of_tp_across_hosts(request)
-            if reports():
+            if os.environ.get("HYPERGRID_REPORT", "0") != "0":
                 from compat.report import report  # here: few jobs ask for it
 
                 print(report(state), flush=True)

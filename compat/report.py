@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from compat.megatron.request import Request, in_words
-from compat.megatron.rows import PlannedRows, with_torchs_timeout
+from compat.megatron.rows import PlannedRows
 from compat.state import ParallelState
 from hypergrid import of_torch
 from hypergrid.groups.pool import GroupPool
@@ -68,10 +68,12 @@ def _timeouts(planned_rows: PlannedRows) -> str:
     line = f"timeout {request.timeout} of groups"
     if request.timeout_of_all is not None:
         return f"{line}, the default group included"
-    for label, backend in with_torchs_timeout(planned_rows).items():
-        torchs = of_torch.default_timeout(backend or dist.get_backend())
+    for row in planned_rows.plan.rows:
+        if row.timeout is not None:  # upstream leaves that of the others to torch
+            continue
+        torchs = of_torch.default_timeout(row.backend or dist.get_backend())
         if torchs != request.timeout:
-            line += f"; torch's own {torchs} of {label} (--timeout gives all groups one)"
+            line += f"; torch's own {torchs} of {row.label} (--timeout gives all groups one)"
     return line
 
 

@@ -35,7 +35,7 @@ from compat.megatron.getters import (
     answering,
     bind_getters_to,
 )
-from compat.megatron.releases import ASKED, RELEASE, RELEASE_HAS, has
+from compat.megatron.releases import ASKED, RELEASE, has
 from compat.megatron.request import Request, replaced_functions
 from compat.megatron.rows import PlannedRows, aliases
 from compat.megatron.table import ALIASES, EXTRA_ALL_GATHER, ROWS, Alias, Row, slots
@@ -99,21 +99,15 @@ _switching = threading.RLock()  # held while the values of one state replace tho
 os.register_at_fork(after_in_child=_switching._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def empty_values(request: Request | None = None) -> Values:
+def empty_values() -> Values:
     """The values of a state that has no group yet, besides upstream's globals that are None.
 
     Of the getters' own there are: ``_numbers``, this rank's place in each group and the group's
-    size; ``_absence``, why this rank has no groups, if it is not that none were made yet; and
-    whether each grid has an axis gtp_remat. Releases without it have one global where later ones
-    have two, and code for them writes that one: only a state with the axis has the other there.
+    size; and ``_absence``, why this rank has no groups, if it is not that none were made yet.
     """
     values: Values = {row.slot: {} for row in ROWS if row.holds == "sizes"}
     values["_numbers"] = {}
     values["_absence"] = ""
-    values["_gtp_remat"] = values["_expert_gtp_remat"] = RELEASE_HAS["gtp_remat"]
-    if request is not None:
-        values["_gtp_remat"] |= request.gtp_remat_size > 1
-        values["_expert_gtp_remat"] |= request.expert_gtp_remat_size > 1
     return values
 
 
@@ -216,7 +210,7 @@ class ParallelState:
         *Collective* and all or nothing, as ``create``.
         """
         request = planned.request
-        values = empty_values(request)
+        values = empty_values()
         with abortable(), environment_restored_on_failure():
             grid = build(planned, values)
             try:
@@ -616,4 +610,4 @@ def publish_into(names: Values) -> None:
 
 answer_from(_module_values)
 make_current(ParallelState())
-group_helpers.tell.append(lambda group: _current.note_group(group))
+group_helpers.note = lambda group: _current.note_group(group)

@@ -83,11 +83,6 @@ def section(pg_name: str, configs: Configs) -> dict[str, Any] | None:
     return values
 
 
-def named_sections(configs: Configs) -> dict[str, str]:
-    """Each section by a name for messages: ``'dp' in nccl_communicator_config_path``."""
-    return {f"{shown(name)} in {FILE}": shown(options) for name, options in configs.items()}
-
-
 def unread(configs: Configs, groups: Collection[str]) -> Iterator[str]:
     """Sections of no group, and options that are not read, such as ``collnet_enable``; in words."""
     for name in configs:

@@ -15,8 +15,7 @@ from compat.megatron.request import now
 from compat.megatron.rows import of_level, run_sizes
 from hypergrid.groups import creation
 
-_collected: list[ProcessGroup] | None = None  # the groups, while a state is built
-tell: list[Callable[[ProcessGroup], None]] = []  # called with each group at other times
+note: Callable[[ProcessGroup], None] | None = None  # called with each group of this rank
 
 
 def create_group(
@@ -34,24 +33,22 @@ def create_group(
     group = dist.new_group(**creation.copied_options(dict(locals())))
     if ranks is not None and dist.get_rank() not in ranks:
         return group
-    if _collected is not None:
-        _collected.append(group)
-    else:
-        for tell_of in tell:
-            tell_of(group)
+    if note is not None:
+        note(group)
     return group
 
 
 @contextmanager
 def collecting() -> Iterator[list[ProcessGroup]]:
     """List the groups of this rank that ``create_group`` creates inside."""
-    global _collected
-    outer_collection = _collected
-    _collected = []
+    global note
+    outer_note = note
+    collected: list[ProcessGroup] = []
+    note = collected.append
     try:
-        yield _collected
+        yield collected
     finally:
-        _collected = outer_collection
+        note = outer_note
 
 
 def create_hierarchical_groups(

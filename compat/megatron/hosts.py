@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -29,11 +28,6 @@ def tell_host(request: Request) -> None:
     store = shared_store()
     if store is not None and request.decoder.dim_size("tp") > 1:
         store.set(_host_key(dist.get_rank()), socket.gethostname())
-
-
-def reports() -> bool:
-    """Whether initialisation prints a report."""
-    return os.environ.get("HYPERGRID_REPORT", "0") != "0"
 
 
 def _host_key(rank: int) -> str:

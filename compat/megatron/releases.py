@@ -149,16 +149,13 @@ def _decide() -> tuple[Version, Source | None, str]:
 _DECIDED = RELEASE, SOURCE, ORIGIN = _decide()
 
 
-def present(name: str) -> bool:
-    """Whether the release, or the source that decides, has a name of ``SPANS``."""
+def has(name: str) -> bool:
+    """Whether the release, or the source that decides, has a name that ours has."""
+    if name not in SPANS:
+        return True
     if SOURCE is not None:
         return name in SOURCE.names
     return _is_in(SPANS[name], RELEASE)
-
-
-def has(name: str) -> bool:
-    """Whether the release has a name that ours has."""
-    return name not in SPANS or present(name)
 
 
 def facts() -> dict[str, bool]:
@@ -167,9 +164,9 @@ def facts() -> dict[str, bool]:
         # the expert-parallel group has torch's timeout and not the one asked for
         "plain_ep": RELEASE <= (0, 15),
         # two more axes for weights, also in get_all_ranks() and RankGenerator
-        "gtp_remat": present("gtp_remat_size"),
+        "gtp_remat": has("gtp_remat_size"),
         # HyperCommGrid has views, which copy its shape and names; groups are created from these
-        "grid_views": present("HyperCommGrid.register_view"),
+        "grid_views": has("HyperCommGrid.register_view"),
     }
 
 
@@ -285,7 +282,7 @@ def _placed(function: str, positional: list[str]) -> list[str]:
         row = f"{function}.{argument}"  # of the argument of this function alone
         if row not in SPANS:
             row = argument
-        if row not in SPANS or present(row):
+        if has(row):
             placed.append(argument)
     return placed
 

@@ -5,7 +5,6 @@ The lists are in the order of upstream's loops, which decides in which order gro
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -83,8 +82,8 @@ class PlannedRows:
             name = argument.name
             if argument.init and name not in NOT_COMPARED and not name.startswith("get_"):
                 values[name] = getattr(request, name)
-        if request.nccl_configs:
-            values |= communicators.named_sections(request.nccl_configs)
+        for name, options in request.nccl_configs.items():
+            values[f"{shown(name)} in {communicators.FILE}"] = shown(options)
         if request.helpers:
             values["replaced in parallel_state"] = in_words(request.helpers)
         for planned in self.rows:
@@ -217,12 +216,6 @@ def _plan(request: Request, row: Row) -> Iterator[PlannedRow]:
         yield PlannedRow(row, row.slot + "_GLOO", None, twin, is_twin=True)
 
 
-def with_torchs_timeout(planned_rows: PlannedRows) -> dict[str, str | None]:
-    """The groups whose timeout upstream leaves to torch: their backend, by label."""
-    rows = [planned.plan_row for planned in planned_rows.rows]
-    return {row.label: row.backend for row in rows if row.timeout is None}
-
-
 def _members(request: Request) -> int:
     return request.decoder.dim_size(("dp", "cp"))
 
@@ -244,15 +237,11 @@ def _chosen(
         choose = request.helpers.get(default.__name__, default)
     if choose is default:
         return None
-    try:
-        inspect.signature(choose, follow_wrapped=False).bind([])
-    except ValueError:
-        pass  # a function in C may have no signature
-    except TypeError as error:
+    if not callable(choose):
         raise TypeError(
             f"{argument} must be a function from a pipeline's ranks to some of them, got "
-            f"{shown(choose)}: {error}."
-        ) from None
+            f"{shown(choose)}."
+        )
     chosen = []
     for pipeline in loops(request, row):
         chosen.append(_plain_ranks(argument, choose(pipeline), request.world))

@@ -111,7 +111,7 @@ class Record:
         request = planned_rows.request
         state = ParallelState()
         state._put(self._written)
-        values = empty_values(request)
+        values = empty_values()
         pg_options = build.options_of_rows(planned_rows)
         build.prepare_environment(request)
         if dist.get_rank() in planned_rows.participants:

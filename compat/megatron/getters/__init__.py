@@ -1,6 +1,7 @@
 """Every getter and setter of the module, each written out: a plain function over globals.
 
-``groups``, ``numbers``, ``stages`` and ``setters`` have the functions. How they work: the same
+``groups``, ``numbers``, ``stages`` and ``setters`` have the functions; some releases have those of
+``remat`` instead. How they work: the same
 function runs over several namespaces, which are dicts with upstream's private globals.
 ``bind_getters_to(names)`` makes functions of the same code whose globals are ``names``; they call
 each other by the names that are there:
@@ -23,8 +24,8 @@ import inspect
 from types import FunctionType
 from typing import Any
 
-from compat.megatron.getters import groups, numbers, setters, stages
-from compat.megatron.releases import as_released, drop_absent
+from compat.megatron.getters import groups, numbers, remat, setters, stages
+from compat.megatron.releases import RELEASE_HAS, as_released, drop_absent
 
 SETTERS = ("set_", "_set_", "destroy_")  # so begin the names of functions that change something
 FUNCTIONS: dict[str, FunctionType] = {}  # as they are written
@@ -52,7 +53,10 @@ def answer_from(names: dict[str, Any]) -> None:
     answering.update(bind_getters_to(names))
 
 
-for _module in (groups, numbers, stages, setters):
+_modules = [groups, numbers, stages, setters]
+if RELEASE_HAS["gtp_remat"]:
+    _modules.append(remat)
+for _module in _modules:
     drop_absent(vars(_module))
     for _name, _value in vars(_module).items():
         if _name.startswith("__"):

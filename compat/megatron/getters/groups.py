@@ -9,7 +9,7 @@ import warnings
 
 from torch.distributed import ProcessGroup
 
-from compat.megatron.releases import RELEASE_HAS, as_released
+from compat.megatron.releases import as_released
 from hypergrid.agreement.store import was_aborted
 from hypergrid.errors import NoGroupsError
 
@@ -28,13 +28,6 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
     return _TENSOR_MODEL_PARALLEL_GROUP
 
 
-def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
-    """Group over gtp_remat: weights are sharded over it."""
-    if _GTP_WEIGHT_REMAT_GROUP is None and check_initialized:
-        raise missing("_GTP_WEIGHT_REMAT_GROUP")
-    return _GTP_WEIGHT_REMAT_GROUP
-
-
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over pp: the stages of one pipeline."""
     if _PIPELINE_MODEL_PARALLEL_GROUP is None and check_initialized:
@@ -45,15 +38,10 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
 @as_released
 def get_data_parallel_group(
     with_context_parallel: bool = False,
-    with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
 ) -> ProcessGroup:
-    """Group over dp; optionally with cp, without gtp_remat, or of one optimizer instance."""
-    if _gtp_remat and with_gtp_remat:
-        return _data_parallel_with_remat(
-            with_context_parallel, partial_data_parallel, independent_all_gather
-        )
+    """Group over dp; optionally with cp, or of one optimizer instance."""
     if with_context_parallel:
         if partial_data_parallel:
             if _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP is None:
@@ -129,17 +117,21 @@ def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
     """Group over which FP8 scaling factors are reduced."""
-    if tp_only_amax_red and with_context_parallel:
-        group = _TENSOR_AND_CONTEXT_PARALLEL_GROUP
-    elif tp_only_amax_red:
-        group = _TENSOR_MODEL_PARALLEL_GROUP
-    elif with_context_parallel:
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
-    else:
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP
-    if group is None:
+    if with_context_parallel:
+        if not tp_only_amax_red:
+            if _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP is None:
+                raise missing("_FP8_AMAX_REDUCTION_GROUP")
+            return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+        if _TENSOR_AND_CONTEXT_PARALLEL_GROUP is None:
+            raise missing("_FP8_AMAX_REDUCTION_GROUP")
+        return _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+    if not tp_only_amax_red:
+        if _TENSOR_AND_DATA_PARALLEL_GROUP is None:
+            raise missing("_FP8_AMAX_REDUCTION_GROUP")
+        return _TENSOR_AND_DATA_PARALLEL_GROUP
+    if _TENSOR_MODEL_PARALLEL_GROUP is None:
         raise missing("_FP8_AMAX_REDUCTION_GROUP")
-    return group
+    return _TENSOR_MODEL_PARALLEL_GROUP
 
 
 @as_released
@@ -163,13 +155,6 @@ def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Pro
     return _TENSOR_AND_CONTEXT_PARALLEL_GROUP
 
 
-def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
-    """Group over the expert grid's gtp_remat."""
-    if _EXPERT_GTP_WEIGHT_REMAT_GROUP is None and check_initialized:
-        raise missing("_EXPERT_GTP_WEIGHT_REMAT_GROUP")
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP
-
-
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Group over ep: the experts are spread over it."""
     if _EXPERT_MODEL_PARALLEL_GROUP is None and check_initialized:
@@ -191,29 +176,17 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
     return _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP
 
 
-@as_released
-def get_expert_tensor_model_pipeline_parallel_group(
-    check_initialized: bool = True, with_egtp_remat: bool = False
-) -> ProcessGroup:
-    """Group over the expert grid's tp, ep and pp, optionally with gtp_remat."""
-    if with_egtp_remat:
-        if _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP is None and check_initialized:
-            raise missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP")
-        return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Group over the expert grid's tp, ep and pp."""
     if _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP is None and check_initialized:
         raise missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")
     return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
 
 
-@as_released
 def get_expert_data_parallel_group(
-    check_initialized: bool = True,
-    with_gtp_remat: bool = True,
-    partial_expert_data_parallel: bool = False,
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Group over the expert grid's dp; optionally without gtp_remat, or of one instance."""
-    if _expert_gtp_remat and with_gtp_remat:
-        return _expert_data_parallel_with_remat(check_initialized, partial_expert_data_parallel)
+    """Group over the expert grid's dp; optionally of one optimizer instance."""
     if partial_expert_data_parallel:
         if _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP is None and check_initialized:
             raise missing("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
@@ -307,43 +280,10 @@ def _partial_without_cp() -> AssertionError:
     )
 
 
-def _data_parallel_with_remat(with_cp: bool, partial: bool, all_gather: bool) -> ProcessGroup:
-    if partial and not with_cp:
-        raise _partial_without_cp()
-    if partial:
-        group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
-    elif with_cp and all_gather:
-        group = _DATA_PARALLEL_GROUP_WITH_CP_AG
-    elif with_cp:
-        group = _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
-    else:
-        group = _DATA_PARALLEL_GROUP_WITH_GTP_REMAT
-    if group is None:
-        raise missing("_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
-    return group
-
-
-def _expert_data_parallel_with_remat(check_initialized: bool, partial: bool) -> ProcessGroup:
-    group = _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
-    if partial:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
-    if group is None and check_initialized:
-        raise missing("_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT")
-    return group
-
-
 def _data_parallel(with_cp: bool, partial: bool, remat: bool) -> ProcessGroup:
-    """The group by its getter, with the arguments that the release has."""
-    if RELEASE_HAS["gtp_remat"] or not remat:
-        return get_data_parallel_group(
-            with_context_parallel=with_cp, partial_data_parallel=partial, with_gtp_remat=remat
-        )
+    """The group by its getter, with the arguments that the release has: none for gtp_remat."""
     return get_data_parallel_group(with_context_parallel=with_cp, partial_data_parallel=partial)
 
 
 def _expert_data_parallel(partial: bool, remat: bool) -> ProcessGroup:
-    if RELEASE_HAS["gtp_remat"] or not remat:
-        return get_expert_data_parallel_group(
-            partial_expert_data_parallel=partial, with_gtp_remat=remat
-        )
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial)

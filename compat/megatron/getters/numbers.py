@@ -18,11 +18,9 @@ from compat.megatron.getters.groups import (
     _data_parallel,
     _expert_data_parallel,
     get_context_parallel_group,
-    get_expert_gtp_weight_remat_group,
     get_expert_model_parallel_group,
     get_expert_tensor_and_model_parallel_group,
     get_expert_tensor_parallel_group,
-    get_gtp_weight_remat_group,
     get_pipeline_model_parallel_group,
     get_tensor_and_context_parallel_group,
     get_tensor_model_parallel_group,
@@ -30,20 +28,6 @@ from compat.megatron.getters.groups import (
 )
 from compat.megatron.releases import RELEASE_HAS, as_released
 from hypergrid.agreement.store import was_aborted
-
-
-def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
-    """Global ranks of the gtp_remat group."""
-    if _GTP_WEIGHT_REMAT_GLOBAL_RANKS is None and check_initialized:
-        raise missing("_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-    return _GTP_WEIGHT_REMAT_GLOBAL_RANKS
-
-
-def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
-    """Global ranks of the expert gtp_remat group."""
-    if _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS is None and check_initialized:
-        raise missing("_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS")
-    return _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -182,34 +166,6 @@ def get_tensor_and_context_parallel_world_size() -> int:
 def get_tensor_and_context_parallel_rank() -> int:
     """This rank's place in the tensor x context parallel group."""
     return _rank(get_tensor_and_context_parallel_group)
-
-
-def get_gtp_weight_remat_world_size() -> int:
-    """gtp_remat size; 0 where there is no such group."""
-    if get_gtp_weight_remat_group(False) is None:
-        return 0
-    return _size(get_gtp_weight_remat_group, False)
-
-
-def get_gtp_weight_remat_rank() -> int:
-    """This rank's place in the gtp_remat group; 0 where there is none."""
-    if get_gtp_weight_remat_group(False) is None:
-        return 0
-    return _rank(get_gtp_weight_remat_group, False)
-
-
-def get_expert_gtp_weight_remat_world_size() -> int:
-    """Expert gtp_remat size; 0 where there is no such group."""
-    if get_expert_gtp_weight_remat_group(False) is None:
-        return 0
-    return _size(get_expert_gtp_weight_remat_group, False)
-
-
-def get_expert_gtp_weight_remat_rank() -> int:
-    """This rank's place in the expert gtp_remat group; 0 where there is none."""
-    if get_expert_gtp_weight_remat_group(False) is None:
-        return 0
-    return _rank(get_expert_gtp_weight_remat_group, False)
 
 
 def get_expert_model_parallel_world_size() -> int:
