@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from hypergrid.hangs.history import Departure, History
-from hypergrid.hangs.recording import Ranks
+from hypergrid.hangs.recording import Call, Ranks
 from hypergrid.hangs.waiting import OUTSIDE, PATIENCE, Wait, Waiting
 
 Kind: TypeAlias = Literal[
@@ -400,12 +400,14 @@ class Rules:
         rank = departure.rank
         if self.waiting.sees_p2p(rank) and self.ranks[rank].whole:
             return True
-        due = departure.due
         groups = self.waiting.recording.groups
-        due_label = groups[due.group].label
+
+        def place(call: Call) -> tuple[bool, str, int]:
+            """Equal for the calls of other ranks in groups of their own."""
+            return (call.title.is_on_gloo, groups[call.group].label, call.seq)
+
         for wait in self.waiting.waits:
-            group, seq = wait.place
-            is_due = groups[group].label == due_label and seq == due.seq
+            is_due = place(wait.call) == place(departure.due)
             if is_due and rank in wait.absent | wait.unlike:
                 return True
         return False

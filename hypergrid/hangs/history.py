@@ -62,9 +62,9 @@ _Precedents: TypeAlias = dict[int, _Precedent]  # of the calls at some places
 class History:
     """The calls of all ranks, each as what any rank of the same role would call.
 
-    A kind stands for a call: its group's label and shape, its operation, sizes and dtypes. A token
-    is a kind and the call's number. Ranks of one role have equal tokens, whichever groups they are
-    in; two that did the same for a while and then part are compared there.
+    A kind stands for a call: its group's label and shape, backend, operation, sizes and dtypes. A
+    token is a kind and the call's number. Ranks of one role have equal tokens, whichever groups
+    they are in; two that did the same for a while and then part are compared there.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -105,7 +105,7 @@ class History:
             role = self._role(title)
             self._roles.append(role)
             _, _, shapes = title.text.partition("|")
-            kind = (role, title.what.name, shapes)
+            kind = (role, title.is_on_gloo, title.what.name, shapes)
             number = number_of_kind.setdefault(kind, len(number_of_kind))
             numbers.append(number)
         return np.array(numbers, np.int64)

@@ -399,7 +399,7 @@ class _Reader:
         for rank, recording in self.ranks.items():
             calls = self._with_keys(rank, recording.calls)
             # NCCL's sends are in its recorder, those of gloo in the file of stacks.
-            has_sends = any(title.p2p for title in recording.calls.titles)
+            has_sends = any(title.p2p and title.is_on_gloo for title in recording.calls.titles)
             if recording.sends and not has_sends:
                 calls = calls.joined(self._with_keys(rank, recording.sends))
             recording.calls = calls
@@ -444,7 +444,11 @@ class _Reader:
         places = []
         for title in calls.titles:
             key = self._key(title.group, self.members_of.get((rank, title.group), ()))
-            self.groups.setdefault(key, Group(title.group, title.label))
+            group = self.groups.setdefault(key, Group(title.group, title.label))
+            if title.is_on_gloo:
+                # Beside NCCL, gloo numbers the calls of a group on its own.
+                key += " on gloo"
+                self.groups[key] = group
             title = title._replace(group=key)
             if title not in self.place_of:
                 self.place_of[title] = len(self.titles)

@@ -54,6 +54,11 @@ class Title(NamedTuple):
         """Name, sizes and dtypes."""
         return _operation_of(self.text)
 
+    @property
+    def is_on_gloo(self) -> bool:
+        """Whether gloo makes the calls, also in a group that has NCCL for its devices."""
+        return self.text.startswith("gloo")
+
 
 class Call(NamedTuple):
     """One entry of a flight recorder. Times are nanoseconds since 1970, 0 where not recorded."""

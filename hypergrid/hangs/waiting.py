@@ -268,12 +268,12 @@ class Waiting:
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
-        for place in np.unique(calls.title):
-            title = calls.titles[place]
-            # NCCL has several backends from torch 2.15 on, whose names begin alike.
-            if title.p2p or title.text.startswith("nccl"):
-                return True
-        return False
+        titles = [calls.titles[place] for place in np.unique(calls.title)]
+        on_gloo = [title for title in titles if title.is_on_gloo]
+        # NCCL has several backends from torch 2.15 on, whose names begin alike.
+        on_nccl = any(title.text.startswith("nccl") for title in titles)
+        # Who calls both may send on gloo, too.
+        return any(title.p2p for title in on_gloo or titles) or (on_nccl and not on_gloo)
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
@@ -309,7 +309,7 @@ class Waiting:
                 if call.seq <= ended.get(call.group, _NOWHERE):
                     continue
                 ended[call.group] = _ALL
-            if call.title.text.startswith("gloo"):
+            if call.title.is_on_gloo:
                 is_entered = True
             elif is_timed:
                 is_entered = call.started > 0
