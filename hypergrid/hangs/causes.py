@@ -360,7 +360,7 @@ class Rules:
         # A rank that is in no recorded call may be in one that is not recorded.
         if self._hidden(recorded_ranks - waiting.of.keys()):
             return False
-        for wait in self._waits_for(waiting.gone):
+        for wait in waiting.waits:
             if not self._is_usual(wait):
                 return False
         for rank in recorded_ranks:
