@@ -199,7 +199,7 @@ class Rules:
         calls = self.ranks[rank].calls
         is_recent = departure.at >= len(calls) // 2
         if len(self.waiting.gone) > 1 and not departure.peers:
-            is_recent = not calls.done[departure.at]
+            is_recent = not calls[departure.at].done
         return is_recent and not self.history.is_confirmed(rank)
 
     # Ranks that wait for each other.
@@ -387,7 +387,7 @@ class Rules:
         """Whether the recorder still has the call that a rank is in, and not only later ones."""
         recording = self.ranks[rank]
         # Of a rank that queues calls, a short recorder may hold only those behind the call.
-        return recording.whole or bool(recording.calls.done[:1].all())
+        return recording.whole or bool(recording.calls.rows["done"][:1].all())
 
     def _is_proven(self, departure: Departure) -> bool:
         """Whether its past and other ranks speak against it, and it is of the role that it seems.

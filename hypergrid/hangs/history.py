@@ -88,8 +88,8 @@ class History:
             calls = rank_recording.calls
             if not rank_recording.whole:
                 shortest = min(shortest, len(calls))
-            kinds = self._kind_of_title[calls.title]
-            numbers = calls.seq & 0xFFFFFFFF
+            kinds = self._kind_of_title[calls.rows["title"]]
+            numbers = calls.rows["seq"] & 0xFFFFFFFF
             # The kind in the upper half, the number of the call in the lower.
             tokens = kinds << 32 | numbers
             self._tokens[rank] = tokens
@@ -104,8 +104,8 @@ class History:
         for title in self.recording.titles:
             role = self._role(title)
             self._roles.append(role)
-            _, _, shapes = title.text.partition("|")
-            kind = (role, title.is_on_gloo, title.what.name, shapes)
+            # Who sends to whom is in the role.
+            kind = (role, title.is_on_gloo, title.what._replace(detail=""))
             number = number_of_kind.setdefault(kind, len(number_of_kind))
             numbers.append(number)
         return np.array(numbers, np.int64)
@@ -147,7 +147,7 @@ class History:
             if not departures:
                 continue
             # What a rank has queued behind the call that it is in holds nobody up.
-            pending = np.flatnonzero(~self.recording.ranks[rank].calls.done)
+            pending = np.flatnonzero(~self.recording.ranks[rank].calls.rows["done"])
             stop = int(pending[0]) if len(pending) else len(self._tokens[rank])
             yield max(
                 departures.values(),
@@ -266,7 +266,7 @@ class History:
     def _roles_of(self, rank: int) -> set[_Role]:
         """The roles of all calls of a rank."""
         if rank not in self._called:
-            places = np.unique(self.recording.ranks[rank].calls.title)
+            places = np.unique(self.recording.ranks[rank].calls.rows["title"])
             self._called[rank] = {self._roles[place] for place in places.tolist()}
         return self._called[rank]
 

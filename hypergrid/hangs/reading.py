@@ -12,6 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ import numpy as np
 from hypergrid.hangs.loading import Refused, load_all, unpickled
 from hypergrid.hangs.recording import (
     DEFAULT,
+    ROW,
     Calls,
     Frame,
     Group,
@@ -29,6 +31,7 @@ from hypergrid.hangs.recording import (
     Recording,
     Stack,
     Title,
+    What,
     has_ended,
 )
 from hypergrid.messages import one_line
@@ -251,53 +254,62 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     own_fields = zip(*map(_OWN_FIELDS, entries), strict=True)
     collective_seqs, p2p_seqs, created, started, completed = map(_numbers, own_fields)
     is_p2p = np.array([title.p2p for title in titles])[places]
-    seqs = np.where(is_p2p, p2p_seqs, collective_seqs)
-    is_done = [*map(has_ended, entries)]
-    columns = np.array([places, seqs, created, started, completed, is_done])
-    is_shown = np.ones(len(entries), bool)
-    if any(title.what.name == _BATCH for title in titles):
-        is_shown = _end_batches(titles, columns, collective_seqs, p2p_seqs)
-    # The stack of a call is shown if it has not ended, or is the last one.
-    has_stack = columns[5] == 0
-    has_stack[-1] = True
-    frames = {}
-    for at in np.flatnonzero(has_stack & is_shown).tolist():
-        frames[at] = _frames(entries[at].get("frames"))
+    rows = np.empty(len(entries), ROW)
+    rows["title"] = places
+    rows["seq"] = np.where(is_p2p, p2p_seqs, collective_seqs)
+    rows["created"] = created
+    rows["started"] = started
+    rows["completed"] = completed
+    rows["done"] = [*map(has_ended, entries)]
     is_whole = not entries[0].get("record_id")
-    return Calls(titles, columns, frames).at(is_shown), is_whole
+    if any(title.what.name == _BATCH for title in titles):
+        is_shown = _end_batches(titles, rows, collective_seqs, p2p_seqs)
+        rows = rows[is_shown]
+        entries = [*compress(entries, is_shown)]
+    # The stack of a call is shown if it has not ended, or is the last one.
+    has_stack = ~rows["done"]
+    has_stack[-1:] = True
+    frames = {}
+    for at in np.flatnonzero(has_stack).tolist():
+        frames[at] = _frames(entries[at].get("frames"))
+    return Calls(titles, rows, frames), is_whole
 
 
-def _end_batches(titles: Sequence[Title], columns: Any, *seqs: Any) -> Any:
-    """Give the operations of each batch the state of its entry, and hide that.
+def _end_batches(titles: Sequence[Title], rows: Any, *seqs: Any) -> list[bool]:
+    """Give the operations of each batch the state of its entry; which calls are to be shown.
 
     NCCL's recorder has the state of a batch in an entry behind its operations, which has their
     numbers; they stay "scheduled" for ever.
     """
-    places = columns[0].tolist()
-    groups = [titles[place].group for place in places]
-    # Entries of one group with equal numbers that follow each other are one batch.
-    keys = list(zip(groups, *(numbers.tolist() for numbers in seqs), strict=True))
-    is_shown = np.ones(len(places), bool)
-    for at, place in enumerate(places):
-        if titles[place].what.name != _BATCH:
+    called = [titles[place] for place in rows["title"].tolist()]
+    groups = [title.group for title in called]
+    keys = zip(groups, *(numbers.tolist() for numbers in seqs), strict=True)
+    state = rows[["started", "completed", "done"]]
+    # Another thread may have called gloo between the operations of a batch.
+    operations_of: dict[Any, list[int]] = defaultdict(list)
+    is_shown = []
+    for at, key in enumerate(keys):
+        if called[at].what.name != _BATCH:
+            operations_of[key].append(at)
+            is_shown.append(True)
             continue
-        first = at
-        while first > 0 and keys[first - 1] == keys[at]:
-            first -= 1
-        columns[3:, first:at] = columns[3:, at : at + 1]
+        operations = operations_of.pop(key, [])
+        state[operations] = state[at]
         # Of a batch at the start of a recorder, the operations may have been overwritten.
-        is_shown[at] = first == at > 0
+        is_shown.append(not operations and at > 0)
     return is_shown
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
-    torch_name, label = group
-    text = "|".join([_text(name), *(one_line(str(values)) for values in shapes)])
-    # A "|" in the name would be taken for the end of it.
-    if text.count("|") != len(shapes):
-        raise ValueError("a call has no valid name")
-    name = _text(torch_name)
-    return Title(name, _label(name, label), is_p2p is True, text)
+    torch_name, description = group
+    group_name = _text(torch_name)
+    label = _label(group_name, description)
+    # "gloo:send 0->1", "nccl:_all_gather_base"
+    backend, _, call = _text(name).rpartition(":")
+    call_name, _, detail = call.partition(" ")
+    texts = [one_line(str(values)) for values in shapes]
+    operation = What(call_name.lstrip("_") or "an operation", detail, *texts)
+    return Title(group_name, label, is_p2p is True, backend, operation)
 
 
 def _label(name: str, description: Any) -> str:
@@ -401,7 +413,7 @@ class _Reader:
             # NCCL's sends are in its recorder, those of gloo in the file of stacks.
             has_sends = any(title.p2p and title.is_on_gloo for title in recording.calls.titles)
             if recording.sends and not has_sends:
-                calls = calls.joined(self._with_keys(rank, recording.sends))
+                calls = _joined(calls, self._with_keys(rank, recording.sends))
             recording.calls = calls
         self.recording.world_size = self._world_size()
         for group in self.groups.values():
@@ -454,9 +466,18 @@ class _Reader:
                 self.place_of[title] = len(self.titles)
                 self.titles.append(title)
             places.append(self.place_of[title])
-        columns = calls.columns.copy()
-        columns[0] = np.array(places, np.int64)[calls.title]
-        return Calls(self.titles, columns, calls.frames)
+        rows = calls.rows.copy()
+        rows["title"] = np.array(places, np.int64)[rows["title"]]
+        return Calls(self.titles, rows, calls.frames)
+
+
+def _joined(calls: Calls, sends: Calls) -> Calls:
+    """Both, by the time at which they were made; ``hypergrid.record`` has no stacks of sends."""
+    rows = np.concatenate((calls.rows, sends.rows))
+    order = np.argsort(rows["created"], kind="stable")
+    new_places = np.argsort(order)
+    frames = {int(new_places[place]): stack for place, stack in calls.frames.items()}
+    return Calls(calls.titles, rows[order], frames)
 
 
 def _mixture(recordings: Iterable[RankRecording]) -> str:

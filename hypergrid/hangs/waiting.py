@@ -268,23 +268,25 @@ class Waiting:
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
-        titles = [calls.titles[place] for place in np.unique(calls.title)]
+        titles = [calls.titles[place] for place in np.unique(calls.rows["title"])]
         on_gloo = [title for title in titles if title.is_on_gloo]
         # NCCL has several backends from torch 2.15 on, whose names begin alike.
-        on_nccl = any(title.text.startswith("nccl") for title in titles)
+        on_nccl = any(title.backend.startswith("nccl") for title in titles)
         # Who calls both may send on gloo, too.
         return any(title.p2p for title in on_gloo or titles) or (on_nccl and not on_gloo)
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
         calls = self.ranks[rank].calls
-        times = calls.columns[2:5]
-        return int(times.max(initial=0))
+        last_times = [
+            calls.rows[name].max(initial=0) for name in ("created", "started", "completed")
+        ]
+        return int(max(last_times))
 
     def _call_of(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
-        for at in np.flatnonzero(calls.seq == seq).tolist():
+        for at in np.flatnonzero(calls.rows["seq"] == seq).tolist():
             call = calls[at]
             if call.group == group and not call.p2p:
                 return call
@@ -294,14 +296,14 @@ class Waiting:
         recording = self.ranks[rank]
         calls = recording.calls
         is_collective_title = [not title.p2p for title in calls.titles]
-        is_collective = np.array(is_collective_title, bool)[calls.title]
+        is_collective = np.array(is_collective_title, bool)[calls.rows["title"]]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
         if rank in self.raised and self._raised_in_a_call(rank) and calls:
             return  # it is not in its last call any more
-        ended = _last_numbers(calls, is_collective & calls.done)
-        is_timed = bool(calls.started.any())
+        ended = _last_numbers(calls, is_collective & calls.rows["done"])
+        is_timed = bool(calls.rows["started"].any())
         pending: list[_Pending] = []
-        for at in np.flatnonzero(~calls.done).tolist():
+        for at in np.flatnonzero(~calls.rows["done"]).tolist():
             call = calls[at]
             if not call.p2p:
                 # Calls of a group end in order, so the first is what it waits in; one whose handle
@@ -455,14 +457,12 @@ class Waiting:
         ended: Counter[_PairKey] = Counter()
         for recording in self.ranks.values():
             calls = recording.calls
-            ended_titles = calls.title[calls.done]
-            places, counts = np.unique(ended_titles, return_counts=True)
-            for place, count in zip(places, counts, strict=True):
-                title = calls.titles[place]
-                key = self._pair_key(title)
+            ended_titles = calls.rows["title"][calls.rows["done"]]
+            for place, count in Counter(ended_titles.tolist()).items():
+                key = self._pair_key(calls.titles[place])
                 # What the other rank did is known only from its own recorder.
                 if key is not None and whole.issuperset(key.ranks):
-                    ended[key] += int(count)
+                    ended[key] += count
         return ended
 
     def _pair_key(self, title: Title) -> _PairKey | None:
@@ -480,9 +480,9 @@ class Waiting:
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     """The last number of each group among some calls."""
     group_of_title = [title.group for title in calls.titles]
-    groups = [group_of_title[place] for place in calls.title[mask].tolist()]
-    numbers = calls.seq[mask].tolist()
-    return dict(zip(groups, numbers, strict=True))
+    rows = calls.rows[mask]
+    groups = [group_of_title[place] for place in rows["title"].tolist()]
+    return dict(zip(groups, rows["seq"].tolist(), strict=True))
 
 
 def must_agree(operation: What) -> tuple[str, ...]:
