@@ -172,13 +172,13 @@ class Rules:
         suspects = set(free)
         for wait in waits:
             suspects |= wait.inside
-        departures = self._departures(suspects)
+        departures = self.history.departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
         without_dump = free & self.waiting.gone
         if without_dump and not guilty and not self._most_are_gone():
             # What a rank did may have ended another, far from where it is missed.
             recorded_ranks = self.ranks.keys() - without_dump
-            for departure in self._departures(recorded_ranks):
+            for departure in self.history.departures(recorded_ranks):
                 if self._is_late(departure):
                     guilty.append(departure)
         cause = self._departed(guilty, waits)
@@ -210,7 +210,7 @@ class Rules:
         waits = []
         for rank in sorted(within):
             waits += waiting.of.get(rank, [])
-        departures = self._departures(within)
+        departures = self.history.departures(within)
         strong = [departure for departure in departures if departure.score == _BOTH]
         cause = (
             self._departed(strong, waits)
@@ -263,11 +263,6 @@ class Rules:
             ranks = sorted(named)
             return Cause("mismatch", tuple(ranks), wait, departure=departure, doubt="either")
         return None
-
-    def _departures(self, ranks: Iterable[int]) -> list[Departure]:
-        """Calls that ranks made instead of the one that was due, the clearest first."""
-        departures = self.history.departures(sorted(ranks))
-        return sorted(departures, key=lambda departure: departure.weight, reverse=True)
 
     def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
         """The ranks that most clearly did not do what was due."""
