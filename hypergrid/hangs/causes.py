@@ -278,7 +278,9 @@ class Rules:
         # A call that others made differently shows the fault best.
         unlike = [wait for wait in named_waits if wait.unlike]
         best_first = [*unlike, *named_waits, *waits]
-        is_certain = self._is_proven(first) or (len(named) == 1 and self._is_only_one(first))
+        is_certain = self._is_vote_known(first) and (
+            self._is_proven(first) or (len(named) == 1 and self._is_only_one(first))
+        )
         return Cause(
             "mismatch" if unlike else "order",
             tuple(sorted(named)),
@@ -407,11 +409,17 @@ class Rules:
                 return True
         return False
 
+    def _is_vote_known(self, departure: Departure) -> bool:
+        """Whether more ranks made the due call than departed, also with those without a file."""
+        waiting = self.waiting
+        without_dump = waiting.gone.intersection(waiting.members(departure.due.group))
+        return departure.peers > departure.alike + len(without_dump)
+
     def _is_only_one(self, departure: Departure) -> bool:
         """Whether most others did otherwise, and every other rank's calls are confirmed."""
         history = self.history
         rank = departure.rank
-        if self.waiting.gone or not departure.is_outvoted:
+        if self.waiting.gone or not self.waiting.is_world_known or not departure.is_outvoted:
             return False
         # Most of a role may have met one wrong condition, if another role does as this rank.
         is_shared = departure.before is None and history.is_shared(rank, departure.at)
