@@ -31,7 +31,7 @@ _IN_A_CALL = re.compile(r"/torch/(distributed(?!/checkpoint)|autograd)/|/hypergr
 _OF_A_BACKEND = re.compile(r"/gloo/|nccl|ProcessGroup", re.I)
 _WRAPPER = "c10d_logger.py"  # is around every call of torch's
 _OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
-_PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
+_PAIR = re.compile(r"(\d{1,9})(?:->|<-)(\d{1,9})")
 # The members of a group need not agree on what only one of them gives, or takes.
 _ONLY_INPUTS = ("gather", "reduce")
 _ONLY_OUTPUTS = ("scatter", "broadcast")
@@ -216,16 +216,12 @@ class Waiting:
         size = len(self.world)
         return any(len(group.ranks) == size for group in groups)
 
-    def needs(self, rank: int) -> dict[int, Wait | None]:
-        """The ranks that it waits for, and where; None if that is guessed."""
-        needed: dict[int, Wait | None] = {}
-        if rank in self.guessing:
-            needed |= dict.fromkeys(self.world)
+    def needs(self, rank: int) -> set[int]:
+        """The ranks that it waits for."""
+        needed = set(self.world) if rank in self.guessing else set()
         for wait in self.of.get(rank, []):
-            needed |= dict.fromkeys(wait.missed_by(rank), wait)
-        for other in (rank, OUTSIDE):
-            needed.pop(other, None)
-        return needed
+            needed |= wait.missed_by(rank)
+        return needed - {rank, OUTSIDE}
 
     def _last_ones(self) -> list[set[int]]:
         # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
@@ -339,47 +335,34 @@ class Waiting:
                     pending_in[rank, call.group] = pending
         for (group, seq), pending_of in pending_at.items():
             absent = set()
-            called = []
             behind = set()
+            # By what must be the same for all ranks.
+            calls_of: dict[tuple[str, ...], dict[int, Call]] = defaultdict(dict)
             for rank in self.members(group):
-                numbers = self._last_numbers.get(rank, {})
-                last_number = numbers.get(group, _NOWHERE)
-                if last_number < seq or rank in self.gone:
+                last_number = self._last_numbers.get(rank, {}).get(group, _NOWHERE)
+                if last_number < seq:
                     absent.add(rank)
                     continue
-                called.append(rank)
-                first = pending_in.get((rank, group))
-                if first is None:
-                    continue
+                # A rank whose recorder has overwritten its call came long ago: nobody misses it.
+                call = self._call_of(rank, group, seq)
+                if call is not None:
+                    calls_of[must_agree(call.what)][rank] = call
                 # It is in an earlier call of the group, or has queued this one.
-                if (first.call.seq, first.is_entered) < (seq, True):
+                first = pending_in.get((rank, group))
+                if first is not None and (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
             outside = self.recording.groups[group].outside
             if outside:
                 absent = (absent - outside) | {OUTSIDE}
-            alike = self._alike(group, seq, called)
-            # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
+            alike = sorted(calls_of.values(), key=len)
+            if len(alike) > 1:
+                self.unequal[group, seq] = alike
             recorded = set().union(*alike)
             for calls in alike:
                 inside = {rank: pending_of[rank] for rank in calls if rank in pending_of}
                 unlike = recorded - calls.keys()
                 if inside:
                     self._add_wait(inside, absent, unlike, behind & calls.keys())
-
-    def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
-        """The calls of ranks, by what must be the same for all of them, the most last."""
-        calls_of: dict[tuple[str, ...], dict[int, Call]] = {}
-        for rank in ranks:
-            call = self._call_of(rank, group, seq)
-            if call is None:
-                continue
-            key = must_agree(call.what)
-            calls = calls_of.setdefault(key, {})
-            calls[rank] = call
-        alike = sorted(calls_of.values(), key=len)
-        if len(alike) > 1:
-            self.unequal[group, seq] = alike
-        return alike
 
     def _add_wait(
         self,
@@ -403,8 +386,7 @@ class Waiting:
         if not call.created:
             return 0
         moment = self.ranks[rank].written or self._end
-        duration = moment - call.created
-        return max(0, duration)
+        return max(0, moment - call.created)
 
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
@@ -440,8 +422,7 @@ class Waiting:
             if answer.rank in self.recording.groups[key.group].outside:
                 absent.add(OUTSIDE)
             elif unanswered > 0:
-                first = max(0, len(operations) - unanswered)
-                operation = operations[first]
+                operation = operations[-unanswered:][0]
                 absent.add(answer.rank)
             elif answers and not answers[0].is_entered:
                 behind.add(answer.rank)
@@ -505,13 +486,11 @@ def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
     match = _PAIR.fullmatch(operation.detail)
     if operation.name not in ("send", "recv") or match is None:
         return ()
-    caller, arrow, peer = match.groups()
-    places = [int(caller), int(peer)]
-    if arrow == "<-":
-        places.reverse()
-    if max(places) >= len(members):
+    caller, peer = map(int, match.groups())
+    if max(caller, peer) >= len(members):
         return ()
-    return tuple(members[place] for place in places)
+    ranks = (members[caller], members[peer])
+    return ranks if operation.name == "send" else ranks[::-1]
 
 
 def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
@@ -544,8 +523,7 @@ def _reachable(graph: Mapping[Any, Iterable[Any]], start: Any) -> set[Any]:
     reached = {start}
     to_visit = [start]
     while to_visit:
-        for target in graph.get(to_visit.pop(), ()):
-            if target not in reached:
-                reached.add(target)
-                to_visit.append(target)
+        new = set(graph.get(to_visit.pop(), ())) - reached
+        reached |= new
+        to_visit += new
     return reached
