@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias
 
+import torch.distributed as dist
+
 from hypergrid import of_torch
 from hypergrid.agreement import store
 from hypergrid.files import check_private, replace
@@ -129,7 +131,7 @@ class Recorder:
         self._after = after
         self._rank: int | None = None
         self._writing = threading.Lock()
-        self._groups: dict[str, Any] = {}  # as they were written
+        self._groups: object = None  # names and labels of those that were written
         self._warned: set[str] = set()  # the faults that were warned of
         self.pid = os.getpid()
         self._request_seen = self._request()
@@ -306,20 +308,24 @@ class Recorder:
 
     def _write_groups(self) -> None:
         try:
+            # Each look compares names and labels alone: the ranks of large groups are long lists.
+            names = _names_of_groups()
+            if self._rank is not None and names == self._groups:
+                return
             groups = group_records()
         except (KeyError, RuntimeError, ValueError):
             return  # groups are being created or destroyed: the next look sees them
         if groups["rank"] is None:
             groups["rank"] = _number("RANK")
             groups["world_size"] = _number("WORLD_SIZE")
-        if groups["rank"] is None or groups == self._groups:
+        if groups["rank"] is None:
             return
         if self._rank is None:
             self._make_room(groups["rank"])
         self._rank = groups["rank"]
         content = json.dumps({**groups, "life": self._life})
         self._replace(f"groups_{self._rank}.json", content.encode())
-        self._groups = groups
+        self._groups = names
 
     def _make_room(self, rank: int) -> None:
         """Move the rank's files of an earlier run."""
@@ -382,6 +388,16 @@ class Recorder:
 
     def _replace(self, name: str, data: bytes) -> None:
         replace(self._directory / name, data)
+
+
+def _names_of_groups() -> tuple[list[str], list[str]] | None:
+    """Torch's names of all groups and the labels of ours; None where there is no default group."""
+    if not dist.is_initialized():
+        return None
+    labels = []
+    for owner in pool.live_pools():
+        labels += [pooled.label for pooled in owner.groups]
+    return list(of_torch.registered_groups().values()), labels
 
 
 def _raised(error: BaseException) -> tuple[str, list[_Row]]:
