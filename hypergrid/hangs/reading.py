@@ -90,8 +90,10 @@ def read(
     """
     reader = _Reader()
     paths = _paths(Path(directory))
-    answers = load_all(_load, paths, _refused, processes)
+    answers = load_all(_load, paths, processes)
     for number, (path, loaded) in enumerate(zip(paths, answers, strict=True)):
+        if isinstance(loaded, Refused):
+            loaded = _Loaded(problem=f"was refused: {loaded}")
         reader.add(path, loaded)
         if progress is not None:
             progress(number + 1, len(paths))
@@ -124,12 +126,11 @@ class _Loaded(NamedTuple):
     rank: int = 0
     facts: _Table | None = None  # fields of its ``RankRecording``; None: it says nothing of a rank
     groups: Sequence[Group] = ()
-    lists_groups: bool = False  # every live group of the rank is among ``groups``
     problem: str = ""
 
 
 def _load(path: Path) -> _Loaded:
-    """Load a file; a fault is in the result, and is not raised."""
+    """Load a file; a fault is in the result, and only Refused and MemoryError are raised."""
     try:
         status = path.stat()
         if status.st_size > _MOST_BYTES:
@@ -154,16 +155,10 @@ def _load(path: Path) -> _Loaded:
         if "groups" in data and "pid" in data:
             return _groups(data)
         return _Loaded()
-    except Refused as error:
-        return _refused(str(error))
-    except MemoryError:
+    except (Refused, MemoryError):
         raise
     except Exception as error:  # a damaged file can raise nearly anything
         return _Loaded(problem=_unreadable(str(error) or type(error).__name__))
-
-
-def _refused(why: str) -> _Loaded:
-    return _Loaded(problem=f"was refused: {why}")
 
 
 def _opener(path: str, flags: int) -> int:
@@ -203,8 +198,11 @@ def _groups(data: _Table) -> _Loaded:
         label = _label(name, row["label"] or row["description"])
         dims = tuple(map(_text, row["dims"] or ()))
         groups.append(Group(name, label, _members(row["ranks"]), dims))
-    facts = _process(data) | {"world_size": _rank(int(data["world_size"]))}
-    return _Loaded(_rank(data["rank"]), facts, groups, lists_groups=True)
+    facts = _process(data) | {
+        "world_size": _rank(int(data["world_size"])),
+        "lists_groups": True,
+    }
+    return _Loaded(_rank(data["rank"]), facts, groups)
 
 
 def _stack(data: _Table) -> _Loaded:
@@ -367,30 +365,17 @@ class _Reader:
         self.calls_left = _MOST_CALLS
         self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)
         self.members_of: dict[tuple[int, str], Ranks] = {}
-        self.listing: set[int] = set()  # ranks whose groups are all known
         self.place_of: dict[Title, int] = {}
 
     def add(self, path: Path, loaded: _Loaded) -> None:
         """Take one file in."""
         problem = loaded.problem
         if loaded.facts is not None:
-            problem = self._merge(loaded.rank, loaded.facts)
+            problem = self._merge(loaded.rank, loaded.facts, loaded.groups)
         if problem:
             self.problems.append(one_line(f"{path.name} {problem}."))
-        elif loaded.facts is not None:
-            self._add_groups(loaded)
 
-    def _add_groups(self, loaded: _Loaded) -> None:
-        """Take in the groups that a rank names."""
-        rank = loaded.rank
-        if loaded.lists_groups:
-            self.listing.add(rank)
-        for group in loaded.groups:
-            first = self.named[group.name].setdefault(group.ranks, group)
-            first.dims = first.dims or group.dims  # torch's recorder has no dims
-            self.members_of[rank, group.name] = first.ranks
-
-    def _merge(self, rank: int, facts: _Table) -> str:
+    def _merge(self, rank: int, facts: _Table, groups: Sequence[Group]) -> str:
         """Add what one file says to what is known of its rank; or say why not."""
         recording = self.ranks.setdefault(rank, RankRecording(rank))
         if "calls" in facts and recording.has_calls:
@@ -401,6 +386,10 @@ class _Reader:
         # The calls of a rank are in two files, both of which must reach back to the first one.
         is_whole = recording.whole and facts.get("whole", True)
         vars(recording).update(facts, whole=is_whole)
+        for group in groups:
+            first = self.named[group.name].setdefault(group.ranks, group)
+            first.dims = first.dims or group.dims  # torch's recorder has no dims
+            self.members_of[rank, group.name] = group.ranks
         return ""
 
     def finish(self) -> Recording:
@@ -424,12 +413,12 @@ class _Reader:
 
     def _world_size(self) -> int:
         """How many ranks the job has, by those files that say so, else those that are named."""
-        stated = [recording.world_size for recording in self.ranks.values()]
-        sizes = [*stated, *(rank + 1 for rank in self.ranks)]
-        if not any(stated):
+        stated = max((recording.world_size for recording in self.ranks.values()), default=0)
+        named_ranks = {*self.ranks}
+        if not stated:
             for group in self.groups.values():
-                sizes += [rank + 1 for rank in group.ranks]
-        return max(sizes, default=0)
+                named_ranks.update(group.ranks)
+        return max(stated, 1 + max(named_ranks, default=-1))
 
     def _outside(self, group: Group) -> frozenset[int]:
         """The members that are no ranks of this job.
@@ -440,8 +429,9 @@ class _Reader:
         """
         outside = {rank for rank in group.ranks if rank >= self.recording.world_size}
         if not _NAMED_BY_TORCH.fullmatch(group.name):
-            for rank in self.listing.intersection(group.ranks):
-                if (rank, group.name) not in self.members_of:
+            for rank in self.ranks.keys() & group.ranks:
+                is_of_rank = (rank, group.name) in self.members_of
+                if self.ranks[rank].lists_groups and not is_of_rank:
                     outside.add(rank)
         return frozenset(outside)
 

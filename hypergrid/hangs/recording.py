@@ -162,6 +162,7 @@ class RankRecording:
     calls: Calls = field(default_factory=Calls)
     sends: Calls = field(default_factory=Calls)  # and receives of gloo, which its recorder lacks
     whole: bool = True  # the recorder reaches back to the first call
+    lists_groups: bool = False  # every live group of it is known
     has_calls: bool = False  # a flight recorder was read
 
     @property
