@@ -85,32 +85,36 @@ class Rules:
         if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
         ends = [ranks for ranks in waiting.last_ones if OUTSIDE not in ranks]
-        waits_outside = self._waits_for({OUTSIDE})
-        if waits_outside and not ends:
-            first = max(waits_outside, key=lambda wait: wait.ns)
-            outside = waiting.recording.groups[first.call.group].outside
-            is_beyond = max(outside) >= len(waiting.world)
-            doubt: Doubt = "" if is_beyond else "unlisted"
-            return Cause("outside", tuple(sorted(first.inside)), first, doubt=doubt)
-        free: set[int] = set()
-        for ranks in ends:
-            if len(ranks) == 1:
-                free |= ranks
-        at_rest = set(free)
-        for wait in waiting.running:
+        if ends:
+            free = set().union(*(ranks for ranks in ends if len(ranks) == 1))
+            if not free:
+                return self._circle(ends[0])
             # A rank whose own call all ranks are in moves as soon as that ends.
-            at_rest.difference_update(wait.inside)
-        if not ends:
+            at_rest = free.difference(*(wait.inside for wait in waiting.running))
+        else:
+            waits_outside = self._waits_for({OUTSIDE})
+            if waits_outside:
+                return self._outside(waits_outside)
             at_rest = waiting.raised or waiting.gone
         if at_rest:
             return self._free(at_rest)
-        if ends and not free:
-            return self._circle(ends[0])
         if waiting.running:
             return self._slow()
         if not any(recording.has_calls and recording.calls for recording in self.ranks.values()):
             return Cause("empty")
         return Cause("ok", doubt=self._hidden(self.ranks))
+
+    def _outside(self, waits: Sequence[Wait]) -> Cause:
+        """Ranks wait for a process of another job, and for no rank of this one."""
+        longest = max(waits, key=lambda wait: wait.ns)
+        group = self.waiting.recording.groups[longest.call.group]
+        is_beyond = max(group.outside) >= len(self.waiting.world)
+        return Cause(
+            "outside",
+            tuple(sorted(longest.inside)),
+            longest,
+            doubt="" if is_beyond else "unlisted",
+        )
 
     def _slow(self) -> Cause:
         """All known ranks are in a call."""

@@ -329,10 +329,10 @@ class Waiting:
         pending_in: dict[tuple[int, str], _Pending] = {}  # of a rank, in a group
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
-                call = pending.call
-                if not call.p2p:
-                    pending_at[call.group, call.seq][rank] = pending
-                    pending_in[rank, call.group] = pending
+                title = pending.call.title
+                if not title.p2p:
+                    pending_at[title.group, pending.call.seq][rank] = pending
+                    pending_in[rank, title.group] = pending
         for (group, seq), pending_of in pending_at.items():
             absent = set()
             behind = set()
