@@ -190,14 +190,12 @@ class _Report:
             calls = list(dict.fromkeys(map(self._call, waits)))
             where = " and ".join(calls[:2])
             return self._say("deadlock", circle=Members(cause.ranks), calls=where)
-        texts = []
         # All are in calls that are not recorded.
         ranks_in: dict[str, list[int]] = defaultdict(list)
-        for rank in (*cause.ranks, *self.waiting.unseen):
-            if rank not in ranks_in[self.waiting.unseen[rank]]:
-                ranks_in[self.waiting.unseen[rank]].append(rank)
-        for function, ranks in ranks_in.items():
-            texts.append(f"{Members(ranks):is|are} in {function}")
+        for rank in dict.fromkeys((*cause.ranks, *self.waiting.unseen)):
+            function = self.waiting.unseen[rank]
+            ranks_in[function].append(rank)
+        texts = [f"{Members(ranks):is|are} in {function}" for function, ranks in ranks_in.items()]
         return f"{', and '.join(texts)}."
 
     def _missed(self) -> str:
