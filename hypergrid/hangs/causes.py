@@ -153,7 +153,8 @@ class Rules:
     def _missed(self, kind: Kind, named: set[int]) -> Cause:
         """The ranks that are missed in the first of all calls that wait for one of them."""
         waits = self._waits_for(named)
-        first = min(waits, key=lambda wait: self._lateness(named, wait), default=None)
+        waits.sort(key=lambda wait: self._lateness(named, wait))
+        first = waits[0] if waits else None
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, first)
         if first is not None:
@@ -353,9 +354,9 @@ class Rules:
     def _is_everyone_right(self) -> bool:
         """Whether every other rank is known, and none of them can be the cause."""
         waiting = self.waiting
-        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1 or waiting.raised:
+        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1:
             return False
-        if not waiting.is_world_known:
+        if waiting.raised or not waiting.is_world_known:
             return False
         recorded_ranks = self.ranks.keys() - waiting.gone
         # A rank that is in no recorded call may be in one that is not recorded.

@@ -38,8 +38,8 @@ class Departure(NamedTuple):
     @property
     def score(self) -> int:
         """How much speaks against it; the greater, the more."""
-        score = {True: 2, False: -1, None: 0}[self.before]
-        return score + self.is_outvoted
+        of_its_past = {True: 2, False: -1, None: 0}
+        return of_its_past[self.before] + self.is_outvoted
 
     @property
     def weight(self) -> tuple[int, int]:
@@ -153,8 +153,8 @@ class History:
             if not departures:
                 continue
             # What a rank has queued behind the call that it is in holds nobody up.
-            pending = np.flatnonzero(~self.recording.ranks[rank].calls.rows["done"])
-            stop = int(pending[0]) if len(pending) else len(self._tokens[rank])
+            is_done = self.recording.ranks[rank].calls.rows["done"]
+            stop = len(is_done) if is_done.all() else int(is_done.argmin())
             found.append(
                 max(
                     departures.values(),
@@ -170,10 +170,12 @@ class History:
         """
         tokens = self._tokens[rank].tolist()
         pasts = self._pasts(rank)
-        for at in range(len(tokens) // 2, len(tokens)):
+        middle = len(tokens) // 2
+        for at in range(middle, len(tokens)):
             if self.was_made_before(rank, at):
                 continue
-            makers = self._followers.get(pasts[at], {}).get(tokens[at])
+            followers = self._followers.get(pasts[at], {})
+            makers = followers.get(tokens[at])
             if makers is None or len(makers.ranks) < 2:
                 return False
         return bool(tokens)
@@ -185,7 +187,8 @@ class History:
 
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
-        return self._makers[int(self._tokens[rank][at])]
+        token = int(self._tokens[rank][at])
+        return self._makers[token]
 
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
@@ -217,7 +220,9 @@ class History:
             if pair:
                 return (title.what.name, *self._place_of_pair(*pair))
         # Groups without a label are told apart by their shape: 0, 1 and 2, 3 have the same one.
-        step = members[1] - members[0] if len(members) > 1 else 0
+        step = 0
+        if len(members) > 1:
+            step = members[1] - members[0]
         return (group.label, len(members), step, title.what.detail)
 
     def _place_of_pair(self, source: int, target: int) -> tuple[Any, ...]:
@@ -227,13 +232,15 @@ class History:
         4 and 1 to 5 of two pipelines are both the first to the second of theirs.
         """
         groups = []
+        pair = {source, target}
         for group in self.recording.groups.values():
-            if group.label != DEFAULT and {source, target}.issubset(group.ranks):
+            if group.label != DEFAULT and pair.issubset(group.ranks):
                 groups.append(group)
         if not groups:
             return (target - source,)
         smallest = min(groups, key=lambda group: len(group.ranks))
-        return (smallest.label, smallest.ranks.index(source), smallest.ranks.index(target))
+        place_of = smallest.ranks.index
+        return (smallest.label, place_of(source), place_of(target))
 
     def _pasts(self, rank: int) -> list[_Past]:
         """Before each call, what stands for the calls before it."""
@@ -316,7 +323,8 @@ class History:
             # Two ranks that do it in the same place have a reason for it.
             if precedent.is_repeated or self.is_shared(rank, at):
                 continue
-            yield Departure(rank, at, calls[precedent.at], peers=0, alike=1, before=True)
+            due = calls[precedent.at]
+            yield Departure(rank, at, due, peers=0, alike=1, before=True)
 
     def _precedents(self, rank: int) -> _Precedents:
         """The precedents of the last calls of a rank, and of the one that it has yet to make."""

@@ -179,7 +179,8 @@ def _trace(path: Path, data: _Table, latest: int) -> _Loaded:
     groups = []
     for torch_name, config in (data.get("pg_config") or {}).items():
         name = _text(torch_name)
-        group = Group(name, _label(name, config["desc"]), _members(config["ranks"]))
+        label = _label(name, config["desc"])
+        group = Group(name, label, _members(config["ranks"]))
         if group.ranks:
             groups.append(group)
             if group.label == DEFAULT:
@@ -223,10 +224,14 @@ def _stack(data: _Table) -> _Loaded:
 
 def _process(data: _Table) -> _Table:
     """The process that wrote a file."""
-    facts = {"host": _text(data.get("host") or ""), "pid": int(data.get("pid") or 0)}
+    facts: _Table = {
+        "host": _text(data.get("host") or ""),
+        "pid": int(data.get("pid") or 0),
+    }
     life = data.get("life")
     if life:
-        facts |= {"started": int(life["started_ns"]), "job": _text(life["job"])}
+        facts["started"] = int(life["started_ns"])
+        facts["job"] = _text(life["job"])
     return facts
 
 
@@ -281,7 +286,8 @@ def _end_batches(titles: Sequence[Title], rows: Any, *seqs: Any) -> list[bool]:
     """
     called = [titles[place] for place in rows["title"].tolist()]
     groups = [title.group for title in called]
-    keys = zip(groups, *(numbers.tolist() for numbers in seqs), strict=True)
+    numbers = [column.tolist() for column in seqs]
+    keys = zip(groups, *numbers, strict=True)
     state = rows[["started", "completed", "done"]]
     # Another thread may have called gloo between the operations of a batch.
     operations_of: dict[Any, list[int]] = defaultdict(list)
@@ -333,7 +339,9 @@ def _members(ranks: Any) -> Ranks:
 def _frames(rows: Any) -> Stack:
     frames = []
     for row in list(rows or ())[:_MOST_FRAMES]:
-        file, line, function = _FRAME_FIELDS(row) if isinstance(row, dict) else row
+        if isinstance(row, dict):  # torch's
+            row = _FRAME_FIELDS(row)
+        file, line, function = row
         frames.append(Frame(_text(file), int(line), _text(function)))
     return tuple(frames)
 
@@ -380,7 +388,8 @@ class _Reader:
         recording = self.ranks.setdefault(rank, RankRecording(rank))
         if "calls" in facts and recording.has_calls:
             return _unreadable(f"there is already a flight recorder of rank {rank}")
-        self.calls_left -= len(facts.get("calls", ())) + len(facts.get("sends", ()))
+        for name in ("calls", "sends"):
+            self.calls_left -= len(facts.get(name, ()))
         if self.calls_left < 0:
             return _unreadable(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
         # The calls of a rank are in two files, both of which must reach back to the first one.
@@ -413,7 +422,8 @@ class _Reader:
 
     def _world_size(self) -> int:
         """How many ranks the job has, by those files that say so, else those that are named."""
-        stated = max((recording.world_size for recording in self.ranks.values()), default=0)
+        stated_sizes = [recording.world_size for recording in self.ranks.values()]
+        stated = max(stated_sizes, default=0)
         named_ranks = {*self.ranks}
         if not stated:
             for group in self.groups.values():
@@ -445,7 +455,8 @@ class _Reader:
         """The calls with titles of the whole recording, which name groups by their keys."""
         places = []
         for title in calls.titles:
-            key = self._key(title.group, self.members_of.get((rank, title.group), ()))
+            members = self.members_of.get((rank, title.group), ())
+            key = self._key(title.group, members)
             group = self.groups.setdefault(key, Group(title.group, title.label))
             if title.is_on_gloo:
                 # Beside NCCL, gloo numbers the calls of a group on its own.
@@ -466,7 +477,10 @@ def _joined(calls: Calls, sends: Calls) -> Calls:
     rows = np.concatenate((calls.rows, sends.rows))
     order = np.argsort(rows["created"], kind="stable")
     new_places = np.argsort(order)
-    frames = {int(new_places[place]): stack for place, stack in calls.frames.items()}
+    frames = {}
+    for place, stack in calls.frames.items():
+        new_place = int(new_places[place])
+        frames[new_place] = stack
     return Calls(calls.titles, rows[order], frames)
 
 

@@ -323,8 +323,11 @@ class _Report:
 
     def _title(self, call: Call) -> str:
         """Such as "all_reduce #3 of DATA_PARALLEL_GROUP"."""
-        detail = f" {call.what.detail}" if call.p2p else ""
-        return f"{call.what.name}{detail} #{call.seq} of {self.groups[call.group].shown}"
+        group = self.groups[call.group].shown
+        name = call.what.name
+        if call.p2p:
+            name += f" {call.what.detail}"
+        return f"{name} #{call.seq} of {group}"
 
     def _group(self, key: str) -> str:
         """Such as "DATA 0, 2"."""
@@ -341,7 +344,8 @@ class _Report:
         if not wait.call.p2p:
             return f"{operation.name} #{seq} of {self._group(group)}"
         source, target = pair_of(operation, self.waiting.members(group))
-        return f"{operation.name} from rank {source} to rank {target} of {self.groups[group].shown}"
+        shown = self.groups[group].shown
+        return f"{operation.name} from rank {source} to rank {target} of {shown}"
 
     def _named(self, ranks: Sequence[int]) -> str:
         """With its host and coordinates, if it is one."""
@@ -359,7 +363,10 @@ class _Report:
                 (dim,) = group.dims
                 largest[dim] = max(largest.get(dim, ()), group.ranks, key=len)
         # A group of one rank says nothing about its dim.
-        places = [f"{dim}={of.index(rank)}" for dim, of in largest.items() if len(of) > 1]
+        places = []
+        for dim, members in largest.items():
+            if len(members) > 1:
+                places.append(f"{dim}={members.index(rank)}")
         if places:
             facts.append(" ".join(places))
         return f"{text} ({', '.join(facts)})" if facts else text

@@ -132,8 +132,9 @@ class Waiting:
         self.raised: set[int] = set()
         self.doubtful: set[int] = set()
         self.victims: set[int] = set()
-        times = [max(self.last_time(rank), self.ranks[rank].written) for rank in self.ranks]
-        self._end = max(times, default=0)  # of all recordings
+        self._end = 0  # of all recordings
+        for rank, rank_recording in self.ranks.items():
+            self._end = max(self._end, self.last_time(rank), rank_recording.written)
         self._sort_errors()
         self._last_numbers: dict[int, dict[str, int]] = {}  # of each rank in each group
         self._pending: dict[int, list[_Pending]] = {}
@@ -197,7 +198,8 @@ class Waiting:
                     waits_of[rank].append(wait)
         for rank, waits in waits_of.items():
             # What is queued behind another call holds nobody up, as long as that has not ended.
-            waits_of[rank] = [wait for wait in waits if rank not in wait.behind] or waits
+            entered = [wait for wait in waits if rank not in wait.behind]
+            waits_of[rank] = entered or waits
         return waits_of
 
     def members(self, key: str) -> Sequence[int]:
@@ -258,18 +260,22 @@ class Waiting:
             if not frame.file.endswith(_WRAPPER):
                 function = frame.function
         # Such as Megatron's p2p_communication.py, which may wait for a handle.
-        is_of_p2p = "p2p" in stack[0].file.rpartition("/")[2] and not self.sees_p2p(rank)
-        return function or ("a send or recv" if is_of_p2p else "")
+        _, _, name = stack[0].file.rpartition("/")
+        if not function and "p2p" in name and not self.sees_p2p(rank):
+            return "a send or recv"
+        return function
 
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
         titles = [calls.titles[place] for place in np.unique(calls.rows["title"])]
         on_gloo = [title for title in titles if title.is_on_gloo]
+        # Who calls both may send on gloo, too.
+        if any(title.p2p for title in on_gloo or titles):
+            return True
         # NCCL has several backends from torch 2.15 on, whose names begin alike.
         on_nccl = any(title.backend.startswith("nccl") for title in titles)
-        # Who calls both may send on gloo, too.
-        return any(title.p2p for title in on_gloo or titles) or (on_nccl and not on_gloo)
+        return on_nccl and not on_gloo
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
@@ -371,7 +377,8 @@ class Waiting:
         unlike: Set[int],
         behind: Set[int],
     ) -> None:
-        ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
+        durations = [self._ns(rank, pending.call) for rank, pending in inside.items()]
+        ns = max(durations)
         if not self._is_stuck(inside, ns):
             return
         first = min(inside, key=lambda rank: inside[rank].call.created)
@@ -396,7 +403,10 @@ class Waiting:
     def _is_idle(self, rank: int) -> bool:
         """Whether it has called nothing for a while."""
         calls = self.ranks[rank].calls
-        return not calls or self._is_stuck((rank,), self._ns(rank, calls[-1]))
+        if not calls:
+            return True
+        ns = self._ns(rank, calls[-1])
+        return self._is_stuck((rank,), ns)
 
     def _find_pairs(self) -> None:
         """Sends that nobody receives, and the reverse.
