@@ -343,7 +343,7 @@ class Waiting:
             absent = set()
             behind = set()
             # By what must be the same for all ranks.
-            calls_of: dict[tuple[str, ...], dict[int, Call]] = defaultdict(dict)
+            calls_of: dict[What, dict[int, Call]] = defaultdict(dict)
             for rank in self.members(group):
                 last_number = self._last_numbers.get(rank, {}).get(group, _NOWHERE)
                 if last_number < seq:
@@ -476,19 +476,16 @@ def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     return dict(zip(groups, rows["seq"].tolist(), strict=True))
 
 
-def must_agree(operation: What) -> tuple[str, ...]:
+def must_agree(operation: What) -> What:
     """The part of a call that must be equal on all members of its group."""
     name = operation.name
-    title = (name, operation.detail)
-    inputs = (operation.inputs, operation.input_dtypes)
-    outputs = (operation.outputs, operation.output_dtypes)
     if name.startswith(_OF_ANY_SIZE) or "_v" in name:
-        return title
+        return What(name, operation.detail, "", "", "", "")
     if name in _ONLY_INPUTS:
-        return title + inputs
+        return operation._replace(outputs="", output_dtypes="")
     if name in _ONLY_OUTPUTS:
-        return title + outputs
-    return title + inputs + outputs
+        return operation._replace(inputs="", input_dtypes="")
+    return operation
 
 
 def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
