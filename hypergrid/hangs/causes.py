@@ -283,9 +283,8 @@ class Rules:
         # A call that others made differently shows the fault best.
         unlike = [wait for wait in named_waits if wait.unlike]
         best_first = [*unlike, *named_waits, *waits]
-        is_certain = self._is_vote_known(first) and (
-            self._is_proven(first) or (len(named) == 1 and self._is_only_one(first))
-        )
+        is_proven = self._is_proven(first) or (len(named) == 1 and self._is_only_one(first))
+        is_certain = is_proven and not any(map(self._may_turn, unlike))
         return Cause(
             "mismatch" if unlike else "order",
             tuple(sorted(named)),
@@ -414,11 +413,12 @@ class Rules:
                 return True
         return False
 
-    def _is_vote_known(self, departure: Departure) -> bool:
-        """Whether more ranks made the due call than departed, also with those without a file."""
-        waiting = self.waiting
-        without_dump = waiting.gone.intersection(waiting.members(departure.due.group))
-        return departure.peers > departure.alike + len(without_dump)
+    def _may_turn(self, wait: Wait) -> bool:
+        """Whether members without a file may turn the vote of those that called differently."""
+        without_dump = wait.absent & self.waiting.gone
+        *others, largest = self.waiting.unequal[wait.place]
+        most = len(without_dump) + sum(map(len, others))
+        return bool(without_dump) and len(largest) <= most
 
     def _is_only_one(self, departure: Departure) -> bool:
         """Whether most others did otherwise, and every other rank's calls are confirmed."""
