@@ -180,7 +180,8 @@ class Rules:
         departures = self.history.departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
         without_dump = free & self.waiting.gone
-        if without_dump and not guilty and not self._most_are_gone():
+        has_most_dumps = 2 * len(self.waiting.gone) <= len(self.waiting.world)
+        if without_dump and not guilty and has_most_dumps:
             # What a rank did may have ended another, far from where it is missed.
             recorded_ranks = self.ranks.keys() - without_dump
             for departure in self.history.departures(recorded_ranks):
@@ -190,9 +191,6 @@ class Rules:
         if cause is None:
             cause = self._minority(waits, departures)
         return cause
-
-    def _most_are_gone(self) -> bool:
-        return 2 * len(self.waiting.gone) > len(self.waiting.world)
 
     def _is_late(self, departure: Departure) -> bool:
         """Whether it is of the last calls, and nobody made the calls of this rank in that order.

@@ -415,11 +415,12 @@ def _raised(error: BaseException) -> tuple[str, list[_Row]]:
 
 
 def _rows(lines: Iterable[_Line]) -> list[_Row]:
-    """File, line and function, from the innermost frame on."""
+    """File, line and function from the innermost frame on, as if nothing was recorded."""
     rows = []
     for frame, line in islice(lines, _FRAMES):
         code = frame.f_code
-        rows.append((code.co_filename, line, code.co_name))
+        if code.co_filename != point_to_point.__file__:
+            rows.append((code.co_filename, line, code.co_name))
     return rows
 
 

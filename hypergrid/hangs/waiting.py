@@ -167,7 +167,7 @@ class Waiting:
             error = recording.error
             # Without a stack, the words alone say where it was raised.
             is_of_a_call = (
-                not recording.stack or self._raised_in_a_call(rank) or _OF_A_BACKEND.search(error)
+                not recording.stack or self._is_in_a_call(rank) or _OF_A_BACKEND.search(error)
             )
             if is_of_a_call and _NOT_COME.search(error):
                 self.victims.add(rank)
@@ -183,11 +183,10 @@ class Waiting:
             self.raised.add(first)
             self.victims.discard(first)
 
-    def _raised_in_a_call(self, rank: int) -> bool:
-        recording = self.ranks[rank]
-        if not recording.error or not recording.stack:
-            return False
-        return bool(_IN_A_CALL.search(recording.stack[0].file))
+    def _is_in_a_call(self, rank: int) -> bool:
+        """Whether it is in a call to torch, or was when it raised."""
+        stack = self.ranks[rank].stack
+        return bool(stack and _IN_A_CALL.search(stack[0].file))
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
@@ -300,7 +299,7 @@ class Waiting:
         is_collective_title = [not title.p2p for title in calls.titles]
         is_collective = np.array(is_collective_title, bool)[calls.rows["title"]]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
-        if rank in self.raised and self._raised_in_a_call(rank) and calls:
+        if rank in self.raised and self._is_in_a_call(rank) and calls:
             return  # it is not in its last call any more
         ended = _last_numbers(calls, is_collective & calls.rows["done"])
         is_timed = bool(calls.rows["started"].any())
