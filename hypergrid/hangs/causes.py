@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from hypergrid.hangs.history import Departure, History
-from hypergrid.hangs.recording import Ranks
+from hypergrid.hangs.recording import Call, Ranks
 from hypergrid.hangs.waiting import OUTSIDE, PATIENCE, Wait, Waiting
 
 Kind: TypeAlias = Literal[
@@ -85,32 +85,36 @@ class Rules:
         if len(waiting.gone) == len(waiting.world):
             return Cause("empty")
         ends = [ranks for ranks in waiting.last_ones if OUTSIDE not in ranks]
-        waits_outside = self._waits_for({OUTSIDE})
-        if waits_outside and not ends:
-            first = max(waits_outside, key=lambda wait: wait.ns)
-            outside = waiting.recording.groups[first.call.group].outside
-            is_beyond = max(outside) >= len(waiting.world)
-            doubt: Doubt = "" if is_beyond else "unlisted"
-            return Cause("outside", tuple(sorted(first.inside)), first, doubt=doubt)
-        free: set[int] = set()
-        for ranks in ends:
-            if len(ranks) == 1:
-                free |= ranks
-        at_rest = set(free)
-        for wait in waiting.running:
+        if ends:
+            free = set().union(*(ranks for ranks in ends if len(ranks) == 1))
+            if not free:
+                return self._circle(ends[0])
             # A rank whose own call all ranks are in moves as soon as that ends.
-            at_rest.difference_update(wait.inside)
-        if not ends:
+            at_rest = free.difference(*(wait.inside for wait in waiting.running))
+        else:
+            waits_outside = self._waits_for({OUTSIDE})
+            if waits_outside:
+                return self._outside(waits_outside)
             at_rest = waiting.raised or waiting.gone
         if at_rest:
             return self._free(at_rest)
-        if ends and not free:
-            return self._circle(ends[0])
         if waiting.running:
             return self._slow()
         if not any(recording.has_calls and recording.calls for recording in self.ranks.values()):
             return Cause("empty")
         return Cause("ok", doubt=self._hidden(self.ranks))
+
+    def _outside(self, waits: Sequence[Wait]) -> Cause:
+        """Ranks wait for a process of another job, and for no rank of this one."""
+        longest = max(waits, key=lambda wait: wait.ns)
+        group = self.waiting.recording.groups[longest.call.group]
+        is_beyond = max(group.outside) >= len(self.waiting.world)
+        return Cause(
+            "outside",
+            tuple(sorted(longest.inside)),
+            longest,
+            doubt="" if is_beyond else "unlisted",
+        )
 
     def _slow(self) -> Cause:
         """All known ranks are in a call."""
@@ -149,7 +153,8 @@ class Rules:
     def _missed(self, kind: Kind, named: set[int]) -> Cause:
         """The ranks that are missed in the first of all calls that wait for one of them."""
         waits = self._waits_for(named)
-        first = min(waits, key=lambda wait: self._lateness(named, wait), default=None)
+        waits.sort(key=lambda wait: self._lateness(named, wait))
+        first = waits[0] if waits else None
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, first)
         if first is not None:
@@ -172,22 +177,20 @@ class Rules:
         suspects = set(free)
         for wait in waits:
             suspects |= wait.inside
-        departures = self._departures(suspects)
+        departures = self.history.departures(suspects)
         guilty = [departure for departure in departures if self._is_proven(departure)]
         without_dump = free & self.waiting.gone
-        if without_dump and not guilty and not self._most_are_gone():
+        has_most_dumps = 2 * len(self.waiting.gone) <= len(self.waiting.world)
+        if without_dump and not guilty and has_most_dumps:
             # What a rank did may have ended another, far from where it is missed.
             recorded_ranks = self.ranks.keys() - without_dump
-            for departure in self._departures(recorded_ranks):
+            for departure in self.history.departures(recorded_ranks):
                 if self._is_late(departure):
                     guilty.append(departure)
         cause = self._departed(guilty, waits)
         if cause is None:
             cause = self._minority(waits, departures)
         return cause
-
-    def _most_are_gone(self) -> bool:
-        return 2 * len(self.waiting.gone) > len(self.waiting.world)
 
     def _is_late(self, departure: Departure) -> bool:
         """Whether it is of the last calls, and nobody made the calls of this rank in that order.
@@ -199,7 +202,7 @@ class Rules:
         calls = self.ranks[rank].calls
         is_recent = departure.at >= len(calls) // 2
         if len(self.waiting.gone) > 1 and not departure.peers:
-            is_recent = not calls.done[departure.at]
+            is_recent = not calls[departure.at].done
         return is_recent and not self.history.is_confirmed(rank)
 
     # Ranks that wait for each other.
@@ -210,7 +213,7 @@ class Rules:
         waits = []
         for rank in sorted(within):
             waits += waiting.of.get(rank, [])
-        departures = self._departures(within)
+        departures = self.history.departures(within)
         strong = [departure for departure in departures if departure.score == _BOTH]
         cause = (
             self._departed(strong, waits)
@@ -264,11 +267,6 @@ class Rules:
             return Cause("mismatch", tuple(ranks), wait, departure=departure, doubt="either")
         return None
 
-    def _departures(self, ranks: Iterable[int]) -> list[Departure]:
-        """Calls that ranks made instead of the one that was due, the clearest first."""
-        departures = self.history.departures(sorted(ranks))
-        return sorted(departures, key=lambda departure: departure.weight, reverse=True)
-
     def _departed(self, departures: Sequence[Departure], waits: Sequence[Wait]) -> Cause | None:
         """The ranks that most clearly did not do what was due."""
         if not departures:
@@ -283,7 +281,8 @@ class Rules:
         # A call that others made differently shows the fault best.
         unlike = [wait for wait in named_waits if wait.unlike]
         best_first = [*unlike, *named_waits, *waits]
-        is_certain = self._is_proven(first) or (len(named) == 1 and self._is_only_one(first))
+        is_proven = self._is_proven(first) or (len(named) == 1 and self._is_only_one(first))
+        is_certain = is_proven and not any(map(self._may_turn, unlike))
         return Cause(
             "mismatch" if unlike else "order",
             tuple(sorted(named)),
@@ -352,15 +351,15 @@ class Rules:
     def _is_everyone_right(self) -> bool:
         """Whether every other rank is known, and none of them can be the cause."""
         waiting = self.waiting
-        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1 or waiting.raised:
+        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1:
             return False
-        if not waiting.is_world_known:
+        if waiting.raised or not waiting.is_world_known:
             return False
         recorded_ranks = self.ranks.keys() - waiting.gone
         # A rank that is in no recorded call may be in one that is not recorded.
         if self._hidden(recorded_ranks - waiting.of.keys()):
             return False
-        for wait in self._waits_for(waiting.gone):
+        for wait in waiting.waits:
             if not self._is_usual(wait):
                 return False
         for rank in recorded_ranks:
@@ -387,7 +386,7 @@ class Rules:
         """Whether the recorder still has the call that a rank is in, and not only later ones."""
         recording = self.ranks[rank]
         # Of a rank that queues calls, a short recorder may hold only those behind the call.
-        return recording.whole or bool(recording.calls.done[:1].all())
+        return recording.whole or bool(recording.calls.rows["done"][:1].all())
 
     def _is_proven(self, departure: Departure) -> bool:
         """Whether its past and other ranks speak against it, and it is of the role that it seems.
@@ -400,21 +399,30 @@ class Rules:
         rank = departure.rank
         if self.waiting.sees_p2p(rank) and self.ranks[rank].whole:
             return True
-        due = departure.due
         groups = self.waiting.recording.groups
-        due_label = groups[due.group].label
+
+        def place(call: Call) -> tuple[bool, str, int]:
+            """Equal for the calls of other ranks in groups of their own."""
+            return (call.title.is_on_gloo, groups[call.group].label, call.seq)
+
         for wait in self.waiting.waits:
-            group, seq = wait.place
-            is_due = groups[group].label == due_label and seq == due.seq
+            is_due = place(wait.call) == place(departure.due)
             if is_due and rank in wait.absent | wait.unlike:
                 return True
         return False
+
+    def _may_turn(self, wait: Wait) -> bool:
+        """Whether members without a file may turn the vote of those that called differently."""
+        without_dump = wait.absent & self.waiting.gone
+        *others, largest = self.waiting.unequal[wait.place]
+        most = len(without_dump) + sum(map(len, others))
+        return bool(without_dump) and len(largest) <= most
 
     def _is_only_one(self, departure: Departure) -> bool:
         """Whether most others did otherwise, and every other rank's calls are confirmed."""
         history = self.history
         rank = departure.rank
-        if self.waiting.gone or not departure.is_outvoted:
+        if self.waiting.gone or not self.waiting.is_world_known or not departure.is_outvoted:
             return False
         # Most of a role may have met one wrong condition, if another role does as this rank.
         is_shared = departure.before is None and history.is_shared(rank, departure.at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,13 +38,21 @@ class Departure(NamedTuple):
     @property
     def score(self) -> int:
         """How much speaks against it; the greater, the more."""
-        score = {True: 2, False: -1, None: 0}[self.before]
-        return score + self.is_outvoted
+        of_its_past = {True: 2, False: -1, None: 0}
+        return of_its_past[self.before] + self.is_outvoted
 
     @property
     def weight(self) -> tuple[int, int]:
         """Its score; of equal ones, the later departure holds the job up."""
         return (self.score, self.at)
+
+
+class _Makers(NamedTuple):
+    """The ranks that made one call after the same calls; of one of them, its place there."""
+
+    rank: int
+    at: int
+    ranks: list[int]
 
 
 class _Precedent(NamedTuple):
@@ -62,24 +70,24 @@ _Precedents: TypeAlias = dict[int, _Precedent]  # of the calls at some places
 class History:
     """The calls of all ranks, each as what any rank of the same role would call.
 
-    A kind stands for a call: its group's label and shape, its operation, sizes and dtypes. A token
-    is a kind and the call's number. Ranks of one role have equal tokens, whichever groups they are
-    in; two that did the same for a while and then part are compared there.
+    A kind stands for a call: its group's label and shape, backend, operation, sizes and dtypes. A
+    token is a kind and the call's number. Ranks of one role have equal tokens, whichever groups
+    they are in; two that did the same for a while and then part are compared there.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._roles: list[_Role] = []  # of the titles
-        self._kind_of_title = self._read_kinds()
-        self._place_of = {title: place for place, title in enumerate(recording.titles)}
-        self._called: dict[int, set[_Role]] = {}
+        self._role_of: dict[Title, _Role] = {}
+        self._kind_of: dict[Title, int] = {}
+        self._number_kinds()
+        kind_of_place = np.array([*self._kind_of.values()], np.int64)
+        self._roles_of: dict[int, set[_Role]] = {}  # of all calls of a rank
         self._tokens: dict[int, Any] = {}
         # How many ranks made a token, and two tokens one after the other; None is before the first.
         self._makers: Counter[int] = Counter()
         self._pair_makers: Counter[tuple[int | None, int]] = Counter()
-        # After a past: the ranks that made each token next, and the first of them, with the place.
-        self._followers: dict[_Past, dict[int, list[int]]] = defaultdict(dict)
-        self._examples: dict[tuple[_Past, int], tuple[int, int]] = {}
+        # After a past: who made each token next.
+        self._followers: dict[_Past, dict[int, _Makers]] = defaultdict(dict)
         self._precedents_of: dict[int, _Precedents] = {}
         # Ranks with equal tokens are one class: its first rank stands for all of them.
         classes: dict[bytes, list[int]] = defaultdict(list)
@@ -88,27 +96,26 @@ class History:
             calls = rank_recording.calls
             if not rank_recording.whole:
                 shortest = min(shortest, len(calls))
-            kinds = self._kind_of_title[calls.title]
-            numbers = calls.seq & 0xFFFFFFFF
+            places = calls.rows["title"]
+            titles = [calls.titles[place] for place in np.unique(places)]
+            self._roles_of[rank] = {self._role_of[title] for title in titles}
+            numbers = calls.rows["seq"] & 0xFFFFFFFF
             # The kind in the upper half, the number of the call in the lower.
-            tokens = kinds << 32 | numbers
+            tokens = kind_of_place[places] << 32 | numbers
             self._tokens[rank] = tokens
             classes[tokens.tobytes()].append(rank)
         self._past = max(_LEAST, shortest // 3)
         for ranks in classes.values():
             self._count(ranks)
 
-    def _read_kinds(self) -> Any:
+    def _number_kinds(self) -> None:
         number_of_kind: dict[Any, int] = {}
-        numbers = []
         for title in self.recording.titles:
             role = self._role(title)
-            self._roles.append(role)
-            _, _, shapes = title.text.partition("|")
-            kind = (role, title.what.name, shapes)
-            number = number_of_kind.setdefault(kind, len(number_of_kind))
-            numbers.append(number)
-        return np.array(numbers, np.int64)
+            # Who sends to whom is in the role.
+            kind = (role, title.is_on_gloo, title.what._replace(detail=""))
+            self._role_of[title] = role
+            self._kind_of[title] = number_of_kind.setdefault(kind, len(number_of_kind))
 
     def _count(self, ranks: list[int]) -> None:
         """Count the calls of a class."""
@@ -124,22 +131,21 @@ class History:
             past = pasts[at]
             token = tokens[at]
             if past is not None:
-                self._followers[past].setdefault(token, []).extend(ranks)
-                self._examples.setdefault((past, token), (rank, at))
+                makers = self._followers[past].setdefault(token, _Makers(rank, at, []))
+                makers.ranks.extend(ranks)
 
     def _recent(self, rank: int) -> range:
         """The places of the calls in which a departure is looked for."""
         count = len(self._tokens[rank])
         return range(max(0, count - _RECENT), count)
 
-    def departures(self, ranks: Iterable[int]) -> Iterator[Departure]:
-        """Of each rank the call that was least expected; none of those that did as always.
+    def departures(self, ranks: Iterable[int]) -> list[Departure]:
+        """Of each rank the call that was least expected, if it made one; the clearest first.
 
         By its own past only, where nobody did the same until then.
         """
-        for rank in ranks:
-            if rank not in self._tokens:
-                continue
+        found = []
+        for rank in sorted(self._tokens.keys() & ranks):
             departures = {}
             # Where both are known, what other ranks did counts.
             for departure in (*self._surprises(rank), *self._partings(rank)):
@@ -147,12 +153,15 @@ class History:
             if not departures:
                 continue
             # What a rank has queued behind the call that it is in holds nobody up.
-            pending = np.flatnonzero(~self.recording.ranks[rank].calls.done)
-            stop = int(pending[0]) if len(pending) else len(self._tokens[rank])
-            yield max(
-                departures.values(),
-                key=lambda departure: (departure.score, departure.at <= stop, departure.at),
+            is_done = self.recording.ranks[rank].calls.rows["done"]
+            stop = len(is_done) if is_done.all() else int(is_done.argmin())
+            found.append(
+                max(
+                    departures.values(),
+                    key=lambda departure: (departure.score, departure.at <= stop, departure.at),
+                )
             )
+        return sorted(found, key=lambda departure: departure.weight, reverse=True)
 
     def is_confirmed(self, rank: int) -> bool:
         """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
@@ -161,11 +170,13 @@ class History:
         """
         tokens = self._tokens[rank].tolist()
         pasts = self._pasts(rank)
-        for at in range(len(tokens) // 2, len(tokens)):
+        middle = len(tokens) // 2
+        for at in range(middle, len(tokens)):
             if self.was_made_before(rank, at):
                 continue
-            makers = self._followers_of(pasts[at]).get(tokens[at], ())
-            if len(makers) < 2:
+            followers = self._followers.get(pasts[at], {})
+            makers = followers.get(tokens[at])
+            if makers is None or len(makers.ranks) < 2:
                 return False
         return bool(tokens)
 
@@ -176,18 +187,15 @@ class History:
 
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
-        return self._makers[int(self._tokens[rank][at])]
+        token = int(self._tokens[rank][at])
+        return self._makers[token]
 
     def is_due(self, rank: int, call: Call) -> bool:
         """Whether a rank usually makes such a call after its last one."""
         if rank not in self._tokens:
             return False
-        kinds = self._kinds(rank)
-        precedent = self._precedents(rank).get(len(kinds))
-        if precedent is None:
-            return False
-        place = self._place_of[call.title]
-        return bool(kinds[precedent.at] == self._kind_of_title[place])
+        next_place = len(self._tokens[rank])
+        return self._usual_kind(rank, next_place) == self._kind_of[call.title]
 
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made this call after the same one, or as its first."""
@@ -212,7 +220,9 @@ class History:
             if pair:
                 return (title.what.name, *self._place_of_pair(*pair))
         # Groups without a label are told apart by their shape: 0, 1 and 2, 3 have the same one.
-        step = members[1] - members[0] if len(members) > 1 else 0
+        step = 0
+        if len(members) > 1:
+            step = members[1] - members[0]
         return (group.label, len(members), step, title.what.detail)
 
     def _place_of_pair(self, source: int, target: int) -> tuple[Any, ...]:
@@ -222,13 +232,15 @@ class History:
         4 and 1 to 5 of two pipelines are both the first to the second of theirs.
         """
         groups = []
+        pair = {source, target}
         for group in self.recording.groups.values():
-            if group.label != DEFAULT and {source, target}.issubset(group.ranks):
+            if group.label != DEFAULT and pair.issubset(group.ranks):
                 groups.append(group)
         if not groups:
             return (target - source,)
         smallest = min(groups, key=lambda group: len(group.ranks))
-        return (smallest.label, smallest.ranks.index(source), smallest.ranks.index(target))
+        place_of = smallest.ranks.index
+        return (smallest.label, place_of(source), place_of(target))
 
     def _pasts(self, rank: int) -> list[_Past]:
         """Before each call, what stands for the calls before it."""
@@ -244,10 +256,6 @@ class History:
             pasts.append(hash(past))
         return pasts
 
-    def _followers_of(self, past: _Past) -> Mapping[int, Sequence[int]]:
-        """The ranks that made each call after the same calls."""
-        return self._followers.get(past, {})
-
     def can_make(self, rank: int, call: Call) -> bool:
         """Whether a rank is of the group of a call, or makes such calls in a group of its own.
 
@@ -261,35 +269,26 @@ class History:
             members = pair_of(title.what, members or world)
         if rank in members:
             return True
-        return self._roles[self._place_of[title]] in self._roles_of(rank)
-
-    def _roles_of(self, rank: int) -> set[_Role]:
-        """The roles of all calls of a rank."""
-        if rank not in self._called:
-            places = np.unique(self.recording.ranks[rank].calls.title)
-            self._called[rank] = {self._roles[place] for place in places.tolist()}
-        return self._called[rank]
+        return self._role_of[title] in self._roles_of[rank]
 
     def _partings(self, rank: int) -> Iterator[Departure]:
         """Where others did the same until then, and something else next."""
         pasts = self._pasts(rank)
         tokens = self._tokens[rank].tolist()
         for at in self._recent(rank):
-            past = pasts[at]
-            followers = self._followers_of(past)
-            rivals = [token for token in followers if token != tokens[at]]
-            if not rivals:
-                continue
-            call = self._call(rank, at)
+            followers = self._followers.get(pasts[at], {})
             departures = []
-            for due_token in rivals:
-                peer, peer_at = self._examples[past, due_token]
-                due = self._call(peer, peer_at)
+            for due_token, makers in followers.items():
+                if due_token == tokens[at]:
+                    continue
+                due = self._call(makers.rank, makers.at)
                 if not self.can_make(rank, due):
                     continue
                 # Only who can make both calls has chosen between them.
-                peers = [member for member in followers[due_token] if self.can_make(member, call)]
-                alike = [member for member in followers[tokens[at]] if self.can_make(member, due)]
+                call = self._call(rank, at)
+                peers = [member for member in makers.ranks if self.can_make(member, call)]
+                makers_alike = followers[tokens[at]].ranks
+                alike = [member for member in makers_alike if self.can_make(member, due)]
                 before = self._made_before(rank, at, due_token >> 32)
                 departure = Departure(rank, at, due, len(peers), len(alike), before)
                 departures.append(departure)
@@ -303,16 +302,19 @@ class History:
 
     def _made_before(self, rank: int, at: int, due: int) -> bool | None:
         """Whether a rank made the due call in such a place before; None if that is not known."""
+        usual_kind = self._usual_kind(rank, at)
+        if usual_kind == due:
+            return True
+        if usual_kind == self._kinds(rank)[at]:
+            return False
+        return None
+
+    def _usual_kind(self, rank: int, at: int) -> int | None:
+        """The kind of call that a rank made last after the same calls as those before a place."""
         precedent = self._precedents(rank).get(at)
         if precedent is None:
             return None
-        kinds = self._kinds(rank)
-        earlier_kind = kinds[precedent.at]
-        if earlier_kind == due:
-            return True
-        if earlier_kind == kinds[at]:
-            return False
-        return None
+        return int(self._kinds(rank)[precedent.at])
 
     def _surprises(self, rank: int) -> Iterator[Departure]:
         """Where a rank did otherwise than ever before after the same calls."""
@@ -321,7 +323,8 @@ class History:
             # Two ranks that do it in the same place have a reason for it.
             if precedent.is_repeated or self.is_shared(rank, at):
                 continue
-            yield Departure(rank, at, calls[precedent.at], peers=0, alike=1, before=True)
+            due = calls[precedent.at]
+            yield Departure(rank, at, due, peers=0, alike=1, before=True)
 
     def _precedents(self, rank: int) -> _Precedents:
         """The precedents of the last calls of a rank, and of the one that it has yet to make."""

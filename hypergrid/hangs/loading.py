@@ -33,7 +33,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Refused(Exception):
-    """The file has more than the plain data that a recorder writes, or stands for too much."""
+    """A file has more than the plain data that a recorder writes, or stands for too much."""
 
 
 class _Plain(pickle.Unpickler):
@@ -62,18 +62,17 @@ def unpickled(data: bytes) -> Any:
 def load_all(
     load: Callable[[Path], _Answer],
     paths: Sequence[Path],
-    failed: Callable[[str], _Answer],
     processes: int,
-) -> Iterator[_Answer]:
+) -> Iterator[_Answer | Refused]:
     """``load`` of each path, in their order, called by so many forked processes.
 
-    Of a file that ends its process, ``failed`` with the reason. A process loads the next file only
-    when its last answer was taken.
+    Refused of a file for which ``load`` raises that, and of one that ends its process. A process
+    loads the next file only when its last answer was taken.
     """
     count = max(1, min(processes, len(paths) // _LEAST_FILES))
     workers = []
     for number in range(count):
-        workers.append(_Worker(load, paths[number::count], failed))
+        workers.append(_Worker(load, paths[number::count]))
     try:
         for number in range(len(paths)):
             yield workers[number % count].next()
@@ -85,14 +84,8 @@ def load_all(
 class _Worker:
     """A process that loads some files, and the next one where a file has ended it."""
 
-    def __init__(
-        self,
-        load: Callable[[Path], Any],
-        paths: Sequence[Path],
-        failed: Callable[[str], Any],
-    ) -> None:
+    def __init__(self, load: Callable[[Path], Any], paths: Sequence[Path]) -> None:
         self.load = load
-        self.failed = failed
         self.paths = deque(paths)
         self._start()
 
@@ -101,7 +94,7 @@ class _Worker:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _work(self.load, [*self.paths], self.failed, answers)
+                _work(self.load, [*self.paths], answers)
             finally:
                 os._exit(0)
         answers.close()  # so that the end of the process is the end of the pipe
@@ -115,7 +108,7 @@ class _Worker:
             self.end()
             if self.paths:
                 self._start()
-            return self.failed("it takes more memory or time than its size explains")
+            return Refused("it takes more memory or time than its size explains")
         return pickle.loads(answer)
 
     def end(self) -> None:
@@ -127,12 +120,7 @@ class _Worker:
             self.pid = 0
 
 
-def _work(
-    load: Callable[[Path], Any],
-    paths: Sequence[Path],
-    failed: Callable[[str], Any],
-    answers: Any,
-) -> None:
+def _work(load: Callable[[Path], Any], paths: Sequence[Path], answers: Any) -> None:
     gc.disable()  # there are no cycles to find among millions of new objects
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = _address_space()
@@ -143,8 +131,10 @@ def _work(
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
         try:
             answer = pickle.dumps(load(path), protocol=5)
+        except Refused as error:
+            answer = pickle.dumps(error)
         except MemoryError:
-            answer = pickle.dumps(failed("it takes more memory than its size explains"))
+            answer = pickle.dumps(Refused("it takes more memory than its size explains"))
         answers.send_bytes(answer)
 
 

@@ -12,6 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ import numpy as np
 from hypergrid.hangs.loading import Refused, load_all, unpickled
 from hypergrid.hangs.recording import (
     DEFAULT,
+    ROW,
     Calls,
     Frame,
     Group,
@@ -29,6 +31,7 @@ from hypergrid.hangs.recording import (
     Recording,
     Stack,
     Title,
+    What,
     has_ended,
 )
 from hypergrid.messages import one_line
@@ -87,8 +90,10 @@ def read(
     """
     reader = _Reader()
     paths = _paths(Path(directory))
-    answers = load_all(_load, paths, _refused, processes)
+    answers = load_all(_load, paths, processes)
     for number, (path, loaded) in enumerate(zip(paths, answers, strict=True)):
+        if isinstance(loaded, Refused):
+            loaded = _Loaded(problem=f"was refused: {loaded}")
         reader.add(path, loaded)
         if progress is not None:
             progress(number + 1, len(paths))
@@ -121,12 +126,11 @@ class _Loaded(NamedTuple):
     rank: int = 0
     facts: _Table | None = None  # fields of its ``RankRecording``; None: it says nothing of a rank
     groups: Sequence[Group] = ()
-    lists_groups: bool = False  # every live group of the rank is among ``groups``
     problem: str = ""
 
 
 def _load(path: Path) -> _Loaded:
-    """Load a file; a fault is in the result, and is not raised."""
+    """Load a file; a fault is in the result, and only Refused and MemoryError are raised."""
     try:
         status = path.stat()
         if status.st_size > _MOST_BYTES:
@@ -151,16 +155,10 @@ def _load(path: Path) -> _Loaded:
         if "groups" in data and "pid" in data:
             return _groups(data)
         return _Loaded()
-    except Refused as error:
-        return _refused(str(error))
-    except MemoryError:
+    except (Refused, MemoryError):
         raise
     except Exception as error:  # a damaged file can raise nearly anything
         return _Loaded(problem=_unreadable(str(error) or type(error).__name__))
-
-
-def _refused(why: str) -> _Loaded:
-    return _Loaded(problem=f"was refused: {why}")
 
 
 def _opener(path: str, flags: int) -> int:
@@ -181,7 +179,8 @@ def _trace(path: Path, data: _Table, latest: int) -> _Loaded:
     groups = []
     for torch_name, config in (data.get("pg_config") or {}).items():
         name = _text(torch_name)
-        group = Group(name, _label(name, config["desc"]), _members(config["ranks"]))
+        label = _label(name, config["desc"])
+        group = Group(name, label, _members(config["ranks"]))
         if group.ranks:
             groups.append(group)
             if group.label == DEFAULT:
@@ -200,8 +199,11 @@ def _groups(data: _Table) -> _Loaded:
         label = _label(name, row["label"] or row["description"])
         dims = tuple(map(_text, row["dims"] or ()))
         groups.append(Group(name, label, _members(row["ranks"]), dims))
-    facts = _process(data) | {"world_size": _rank(int(data["world_size"]))}
-    return _Loaded(_rank(data["rank"]), facts, groups, lists_groups=True)
+    facts = _process(data) | {
+        "world_size": _rank(int(data["world_size"])),
+        "lists_groups": True,
+    }
+    return _Loaded(_rank(data["rank"]), facts, groups)
 
 
 def _stack(data: _Table) -> _Loaded:
@@ -222,10 +224,14 @@ def _stack(data: _Table) -> _Loaded:
 
 def _process(data: _Table) -> _Table:
     """The process that wrote a file."""
-    facts = {"host": _text(data.get("host") or ""), "pid": int(data.get("pid") or 0)}
+    facts: _Table = {
+        "host": _text(data.get("host") or ""),
+        "pid": int(data.get("pid") or 0),
+    }
     life = data.get("life")
     if life:
-        facts |= {"started": int(life["started_ns"]), "job": _text(life["job"])}
+        facts["started"] = int(life["started_ns"])
+        facts["job"] = _text(life["job"])
     return facts
 
 
@@ -251,53 +257,63 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     own_fields = zip(*map(_OWN_FIELDS, entries), strict=True)
     collective_seqs, p2p_seqs, created, started, completed = map(_numbers, own_fields)
     is_p2p = np.array([title.p2p for title in titles])[places]
-    seqs = np.where(is_p2p, p2p_seqs, collective_seqs)
-    is_done = [*map(has_ended, entries)]
-    columns = np.array([places, seqs, created, started, completed, is_done])
-    is_shown = np.ones(len(entries), bool)
-    if any(title.what.name == _BATCH for title in titles):
-        is_shown = _end_batches(titles, columns, collective_seqs, p2p_seqs)
-    # The stack of a call is shown if it has not ended, or is the last one.
-    has_stack = columns[5] == 0
-    has_stack[-1] = True
-    frames = {}
-    for at in np.flatnonzero(has_stack & is_shown).tolist():
-        frames[at] = _frames(entries[at].get("frames"))
+    rows = np.empty(len(entries), ROW)
+    rows["title"] = places
+    rows["seq"] = np.where(is_p2p, p2p_seqs, collective_seqs)
+    rows["created"] = created
+    rows["started"] = started
+    rows["completed"] = completed
+    rows["done"] = [*map(has_ended, entries)]
     is_whole = not entries[0].get("record_id")
-    return Calls(titles, columns, frames).at(is_shown), is_whole
+    if any(title.what.name == _BATCH for title in titles):
+        is_shown = _end_batches(titles, rows, collective_seqs, p2p_seqs)
+        rows = rows[is_shown]
+        entries = [*compress(entries, is_shown)]
+    # The stack of a call is shown if it has not ended, or is the last one.
+    has_stack = ~rows["done"]
+    has_stack[-1:] = True
+    frames = {}
+    for at in np.flatnonzero(has_stack).tolist():
+        frames[at] = _frames(entries[at].get("frames"))
+    return Calls(titles, rows, frames), is_whole
 
 
-def _end_batches(titles: Sequence[Title], columns: Any, *seqs: Any) -> Any:
-    """Give the operations of each batch the state of its entry, and hide that.
+def _end_batches(titles: Sequence[Title], rows: Any, *seqs: Any) -> list[bool]:
+    """Give the operations of each batch the state of its entry; which calls are to be shown.
 
     NCCL's recorder has the state of a batch in an entry behind its operations, which has their
     numbers; they stay "scheduled" for ever.
     """
-    places = columns[0].tolist()
-    groups = [titles[place].group for place in places]
-    # Entries of one group with equal numbers that follow each other are one batch.
-    keys = list(zip(groups, *(numbers.tolist() for numbers in seqs), strict=True))
-    is_shown = np.ones(len(places), bool)
-    for at, place in enumerate(places):
-        if titles[place].what.name != _BATCH:
+    called = [titles[place] for place in rows["title"].tolist()]
+    groups = [title.group for title in called]
+    numbers = [column.tolist() for column in seqs]
+    keys = zip(groups, *numbers, strict=True)
+    state = rows[["started", "completed", "done"]]
+    # Another thread may have called gloo between the operations of a batch.
+    operations_of: dict[Any, list[int]] = defaultdict(list)
+    is_shown = []
+    for at, key in enumerate(keys):
+        if called[at].what.name != _BATCH:
+            operations_of[key].append(at)
+            is_shown.append(True)
             continue
-        first = at
-        while first > 0 and keys[first - 1] == keys[at]:
-            first -= 1
-        columns[3:, first:at] = columns[3:, at : at + 1]
+        operations = operations_of.pop(key, [])
+        state[operations] = state[at]
         # Of a batch at the start of a recorder, the operations may have been overwritten.
-        is_shown[at] = first == at > 0
+        is_shown.append(not operations and at > 0)
     return is_shown
 
 
 def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
-    torch_name, label = group
-    text = "|".join([_text(name), *(one_line(str(values)) for values in shapes)])
-    # A "|" in the name would be taken for the end of it.
-    if text.count("|") != len(shapes):
-        raise ValueError("a call has no valid name")
-    name = _text(torch_name)
-    return Title(name, _label(name, label), is_p2p is True, text)
+    torch_name, description = group
+    group_name = _text(torch_name)
+    label = _label(group_name, description)
+    # "gloo:send 0->1", "nccl:_all_gather_base"
+    backend, _, call = _text(name).rpartition(":")
+    call_name, _, detail = call.partition(" ")
+    texts = [one_line(str(values)) for values in shapes]
+    operation = What(call_name.lstrip("_") or "an operation", detail, *texts)
+    return Title(group_name, label, is_p2p is True, backend, operation)
 
 
 def _label(name: str, description: Any) -> str:
@@ -323,7 +339,9 @@ def _members(ranks: Any) -> Ranks:
 def _frames(rows: Any) -> Stack:
     frames = []
     for row in list(rows or ())[:_MOST_FRAMES]:
-        file, line, function = _FRAME_FIELDS(row) if isinstance(row, dict) else row
+        if isinstance(row, dict):  # torch's
+            row = _FRAME_FIELDS(row)
+        file, line, function = row
         frames.append(Frame(_text(file), int(line), _text(function)))
     return tuple(frames)
 
@@ -355,40 +373,32 @@ class _Reader:
         self.calls_left = _MOST_CALLS
         self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)
         self.members_of: dict[tuple[int, str], Ranks] = {}
-        self.listing: set[int] = set()  # ranks whose groups are all known
         self.place_of: dict[Title, int] = {}
 
     def add(self, path: Path, loaded: _Loaded) -> None:
         """Take one file in."""
         problem = loaded.problem
         if loaded.facts is not None:
-            problem = self._merge(loaded.rank, loaded.facts)
+            problem = self._merge(loaded.rank, loaded.facts, loaded.groups)
         if problem:
             self.problems.append(one_line(f"{path.name} {problem}."))
-        elif loaded.facts is not None:
-            self._add_groups(loaded)
 
-    def _add_groups(self, loaded: _Loaded) -> None:
-        """Take in the groups that a rank names."""
-        rank = loaded.rank
-        if loaded.lists_groups:
-            self.listing.add(rank)
-        for group in loaded.groups:
-            first = self.named[group.name].setdefault(group.ranks, group)
-            first.dims = first.dims or group.dims  # torch's recorder has no dims
-            self.members_of[rank, group.name] = first.ranks
-
-    def _merge(self, rank: int, facts: _Table) -> str:
+    def _merge(self, rank: int, facts: _Table, groups: Sequence[Group]) -> str:
         """Add what one file says to what is known of its rank; or say why not."""
         recording = self.ranks.setdefault(rank, RankRecording(rank))
         if "calls" in facts and recording.has_calls:
             return _unreadable(f"there is already a flight recorder of rank {rank}")
-        self.calls_left -= len(facts.get("calls", ())) + len(facts.get("sends", ()))
+        for name in ("calls", "sends"):
+            self.calls_left -= len(facts.get(name, ()))
         if self.calls_left < 0:
             return _unreadable(f"it comes after {_MOST_CALLS:,} calls, which is the limit")
         # The calls of a rank are in two files, both of which must reach back to the first one.
         is_whole = recording.whole and facts.get("whole", True)
         vars(recording).update(facts, whole=is_whole)
+        for group in groups:
+            first = self.named[group.name].setdefault(group.ranks, group)
+            first.dims = first.dims or group.dims  # torch's recorder has no dims
+            self.members_of[rank, group.name] = group.ranks
         return ""
 
     def finish(self) -> Recording:
@@ -399,9 +409,9 @@ class _Reader:
         for rank, recording in self.ranks.items():
             calls = self._with_keys(rank, recording.calls)
             # NCCL's sends are in its recorder, those of gloo in the file of stacks.
-            has_sends = any(title.p2p for title in recording.calls.titles)
+            has_sends = any(title.p2p and title.is_on_gloo for title in recording.calls.titles)
             if recording.sends and not has_sends:
-                calls = calls.joined(self._with_keys(rank, recording.sends))
+                calls = _joined(calls, self._with_keys(rank, recording.sends))
             recording.calls = calls
         self.recording.world_size = self._world_size()
         for group in self.groups.values():
@@ -412,12 +422,13 @@ class _Reader:
 
     def _world_size(self) -> int:
         """How many ranks the job has, by those files that say so, else those that are named."""
-        stated = [recording.world_size for recording in self.ranks.values()]
-        sizes = [*stated, *(rank + 1 for rank in self.ranks)]
-        if not any(stated):
+        stated_sizes = [recording.world_size for recording in self.ranks.values()]
+        stated = max(stated_sizes, default=0)
+        named_ranks = {*self.ranks}
+        if not stated:
             for group in self.groups.values():
-                sizes += [rank + 1 for rank in group.ranks]
-        return max(sizes, default=0)
+                named_ranks.update(group.ranks)
+        return max(stated, 1 + max(named_ranks, default=-1))
 
     def _outside(self, group: Group) -> frozenset[int]:
         """The members that are no ranks of this job.
@@ -428,8 +439,9 @@ class _Reader:
         """
         outside = {rank for rank in group.ranks if rank >= self.recording.world_size}
         if not _NAMED_BY_TORCH.fullmatch(group.name):
-            for rank in self.listing.intersection(group.ranks):
-                if (rank, group.name) not in self.members_of:
+            for rank in self.ranks.keys() & group.ranks:
+                is_of_rank = (rank, group.name) in self.members_of
+                if self.ranks[rank].lists_groups and not is_of_rank:
                     outside.add(rank)
         return frozenset(outside)
 
@@ -443,16 +455,33 @@ class _Reader:
         """The calls with titles of the whole recording, which name groups by their keys."""
         places = []
         for title in calls.titles:
-            key = self._key(title.group, self.members_of.get((rank, title.group), ()))
-            self.groups.setdefault(key, Group(title.group, title.label))
+            members = self.members_of.get((rank, title.group), ())
+            key = self._key(title.group, members)
+            group = self.groups.setdefault(key, Group(title.group, title.label))
+            if title.is_on_gloo:
+                # Beside NCCL, gloo numbers the calls of a group on its own.
+                key += " on gloo"
+                self.groups[key] = group
             title = title._replace(group=key)
             if title not in self.place_of:
                 self.place_of[title] = len(self.titles)
                 self.titles.append(title)
             places.append(self.place_of[title])
-        columns = calls.columns.copy()
-        columns[0] = np.array(places, np.int64)[calls.title]
-        return Calls(self.titles, columns, calls.frames)
+        rows = calls.rows.copy()
+        rows["title"] = np.array(places, np.int64)[rows["title"]]
+        return Calls(self.titles, rows, calls.frames)
+
+
+def _joined(calls: Calls, sends: Calls) -> Calls:
+    """Both, by the time at which they were made; ``hypergrid.record`` has no stacks of sends."""
+    rows = np.concatenate((calls.rows, sends.rows))
+    order = np.argsort(rows["created"], kind="stable")
+    new_places = np.argsort(order)
+    frames = {}
+    for place, stack in calls.frames.items():
+        new_place = int(new_places[place])
+        frames[new_place] = stack
+    return Calls(calls.titles, rows[order], frames)
 
 
 def _mixture(recordings: Iterable[RankRecording]) -> str:

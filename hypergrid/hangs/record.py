@@ -139,10 +139,9 @@ class Recorder:
         self._raised: tuple[str, list[_Row]] | None = None
         self._calls: dict[str, int] = {}  # how many of each group, and since when
         self._recorded_calls: dict[str, int] | None = None  # at the last recording that is kept
-        self._life = {
-            "started_ns": time.time_ns(),
-            "job": _job(),
-        }
+        # The launcher's name of the job, where it says one.
+        job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
+        self._life = {"started_ns": time.time_ns(), "job": job}
         self._since: float | None = None  # None: this rank has written for these
         directory.mkdir(parents=True, exist_ok=True)
         check_private(directory)
@@ -220,8 +219,7 @@ class Recorder:
     ) -> None:
         is_interrupt = issubclass(kind, KeyboardInterrupt)
         if not is_interrupt and not self._closed.is_set():
-            lines = _outwards(trace)
-            self._raised = (_text(error), _rows(lines))
+            self._raised = _raised(error)
             self.write("exception", error)
         self._excepthook(kind, error, trace)
 
@@ -258,22 +256,20 @@ class Recorder:
             return
         # Only now, as this costs: a rank that communicates is not stuck, and CUDA is not asked for
         # events while a graph may be captured.
-        newest = 0
-        pending = False
-        for entry in self._entries():
-            newest = max(newest, entry["time_created_ns"])
-            pending |= not has_ended(entry)
-        # A handle that is dropped may stay pending: only a rank that does nothing else is stuck.
-        age = (time.time_ns() - newest) / 1e9
-        if not pending:
+        entries = [*self._entries()]
+        if all(map(has_ended, entries)):
             self._since = now
-        elif age <= after:
+            return
+        # A handle that is dropped may stay pending: only a rank that does nothing else is stuck.
+        newest = max(entry["time_created_ns"] for entry in entries)
+        age = (time.time_ns() - newest) / 1e9
+        if age <= after:
             self._since = now - age  # a send of NCCL is recorded, and changes no number
-        else:
-            self._since = None
-            self.write(f"timeout: in a call for more than {after:g} s")
-            self._replace(ASKED, f"rank {self._rank}\n".encode())
-            self._request_seen = self._request()
+            return
+        self._since = None
+        self.write(f"timeout: in a call for more than {after:g} s")
+        self._replace(ASKED, f"rank {self._rank}\n".encode())
+        self._request_seen = self._request()
 
     def _counts(self) -> dict[str, int]:
         """How many calls were made in each group, by torch's name; sends and receives under ""."""
@@ -344,8 +340,7 @@ class Recorder:
     def _stacks(self, reason: str, error: BaseException | None) -> bytes:
         raised = self._raised
         if error is not None:
-            lines = _outwards(error.__traceback__)
-            raised = (_text(error), _rows(lines))
+            raised = _raised(error)
         main_thread = threading.main_thread().ident
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads = []
@@ -354,8 +349,7 @@ class Recorder:
         frames.sort(key=lambda of_thread: of_thread[0] != main_thread)
         for ident, frame in frames[:_THREADS]:
             is_main = ident == main_thread
-            lines = traceback.walk_stack(frame)
-            rows = _rows(lines)
+            rows = _rows(traceback.walk_stack(frame))
             if is_main and raised is not None:
                 rows = raised[1]
             name = names.get(ident, "of outside Python")
@@ -406,35 +400,27 @@ def _names_of_groups() -> tuple[list[str], list[str]] | None:
     return list(of_torch.registered_groups().values()), labels
 
 
-def _job() -> str:
-    """The launcher's name of the job; empty where it does not say."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
-
-
-def _text(error: BaseException) -> str:
+def _raised(error: BaseException) -> tuple[str, list[_Row]]:
+    """The text of an error, and the frames from where it was raised to the start of the thread."""
     kind = type(error).__name__
     if store.was_aborted():  # torch blames a peer
         kind = f"{kind} after hypergrid.abort() freed this rank"
     text = f"{kind}: {error}"
-    return text[:_TEXT]
-
-
-def _outwards(trace: TracebackType | None) -> Iterator[_Line]:
-    """From where it was raised to the start of the thread."""
-    lines = list(traceback.walk_tb(trace))
-    yield from reversed(lines)
+    trace = error.__traceback__
+    lines = [*traceback.walk_tb(trace)]
+    lines.reverse()
     if trace is not None and trace.tb_frame.f_back is not None:
-        yield from traceback.walk_stack(trace.tb_frame.f_back)
+        lines += traceback.walk_stack(trace.tb_frame.f_back)
+    return text[:_TEXT], _rows(lines)
 
 
 def _rows(lines: Iterable[_Line]) -> list[_Row]:
     """File, line and function from the innermost frame on, as if nothing was recorded."""
-    rows: list[_Row] = []
+    rows = []
     for frame, line in islice(lines, _FRAMES):
         code = frame.f_code
         if code.co_filename != point_to_point.__file__:
-            row = (code.co_filename, line, code.co_name)
-            rows.append(row)
+            rows.append((code.co_filename, line, code.co_name))
     return rows
 
 

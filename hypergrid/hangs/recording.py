@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,17 +41,18 @@ class What(NamedTuple):
 
 
 class Title(NamedTuple):
-    """The part that many calls have in common: group, name, sizes and dtypes."""
+    """The part that many calls have in common."""
 
     group: str  # key of ``Recording.groups``
     label: str  # of the group, as torch's recorder has it
     p2p: bool
-    text: str  # equal for calls of the same name, sizes and dtypes; ``what`` takes it apart
+    backend: str  # "gloo", "nccl", "nccl2"
+    what: What
 
     @property
-    def what(self) -> What:
-        """Name, sizes and dtypes."""
-        return _operation_of(self.text)
+    def is_on_gloo(self) -> bool:
+        """Whether gloo makes the calls, also in a group that has NCCL for its devices."""
+        return self.backend.startswith("gloo")
 
 
 class Call(NamedTuple):
@@ -82,70 +82,46 @@ class Call(NamedTuple):
         return self.title.what
 
 
-class Calls(Sequence[Call]):
-    """The calls of a rank, oldest first, in columns: a job has millions.
+# A call in a row: the place of its title in the list of titles, and the fields of ``Call``.
+ROW = np.dtype(
+    [
+        ("title", np.int64),
+        ("seq", np.int64),
+        ("created", np.int64),
+        ("started", np.int64),
+        ("completed", np.int64),
+        ("done", np.bool_),
+    ],
+    align=True,
+)
+_NO_ROWS = np.empty(0, ROW)
 
-    ``title`` are places in the list of titles, which all ranks of a recording share; the other
-    columns are those of ``Call``.
+
+class Calls(Sequence[Call]):
+    """The calls of a rank, oldest first, as one array: a job has millions.
+
+    ``titles`` are those of all ranks of a recording, and ``frames`` the stacks of the calls that
+    have one, by their places.
     """
 
     def __init__(
         self,
         titles: Sequence[Title] = (),
-        columns: Any = ((),) * 6,
+        rows: Any = _NO_ROWS,
         frames: Mapping[int, Stack] | None = None,
     ) -> None:
         self.titles = titles
+        self.rows = rows
         self.frames = frames or {}
-        self.columns = np.array(columns, np.int64)
-        self.title, self.seq, self.created, self.started, self.completed, _ = self.columns
-
-    def __reduce__(self) -> Any:
-        return Calls, (self.titles, self.columns, self.frames)
-
-    @property
-    def done(self) -> Any:
-        """A mask of the calls that have ended."""
-        return self.columns[5] != 0
 
     def __len__(self) -> int:
-        return len(self.seq)
+        return len(self.rows)
 
     def __getitem__(self, at: int) -> Call:  # type: ignore[override]
         place = range(len(self))[at]  # calls[-1] is the last
-        title, seq, created, started, completed, done = self.columns[:, place].tolist()
-        return Call(
-            self.titles[title],
-            seq,
-            created,
-            started,
-            completed,
-            done=bool(done),
-            frames=self.frames.get(place, ()),
-        )
-
-    def at(self, places: Any) -> Calls:
-        """The calls at some places, or where a mask is true, in that order."""
-        places = np.arange(len(self))[places]
-        frames = {}
-        for new_place in np.flatnonzero(np.isin(places, [*self.frames])).tolist():
-            frames[new_place] = self.frames[int(places[new_place])]
-        return Calls(self.titles, self.columns[:, places], frames)
-
-    def joined(self, later: Calls) -> Calls:
-        """Both, by the time at which they were made."""
-        later_frames = {len(self) + place: stack for place, stack in later.frames.items()}
-        columns = np.hstack((self.columns, later.columns))
-        joined = Calls(self.titles, columns, {**self.frames, **later_frames})
-        return joined.at(np.argsort(joined.created, kind="stable"))
-
-
-@lru_cache(maxsize=4096)
-def _operation_of(text: str) -> What:
-    # "gloo:send 0->1|[[4]]|[[4]]|['Float']|['Float']": name, sizes and dtypes of both sides
-    title, *shapes = text.split("|")
-    name, _, detail = title.rpartition(":")[2].partition(" ")
-    return What(name.lstrip("_") or "an operation", detail, *shapes)
+        title, *fields = self.rows[place].tolist()
+        stack = self.frames.get(place, ())
+        return Call._make((self.titles[title], *fields, stack))
 
 
 @dataclass
@@ -186,6 +162,7 @@ class RankRecording:
     calls: Calls = field(default_factory=Calls)
     sends: Calls = field(default_factory=Calls)  # and receives of gloo, which its recorder lacks
     whole: bool = True  # the recorder reaches back to the first call
+    lists_groups: bool = False  # every live group of it is known
     has_calls: bool = False  # a flight recorder was read
 
     @property

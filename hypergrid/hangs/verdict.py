@@ -190,14 +190,12 @@ class _Report:
             calls = list(dict.fromkeys(map(self._call, waits)))
             where = " and ".join(calls[:2])
             return self._say("deadlock", circle=Members(cause.ranks), calls=where)
-        texts = []
         # All are in calls that are not recorded.
         ranks_in: dict[str, list[int]] = defaultdict(list)
-        for rank in (*cause.ranks, *self.waiting.unseen):
-            if rank not in ranks_in[self.waiting.unseen[rank]]:
-                ranks_in[self.waiting.unseen[rank]].append(rank)
-        for function, ranks in ranks_in.items():
-            texts.append(f"{Members(ranks):is|are} in {function}")
+        for rank in dict.fromkeys((*cause.ranks, *self.waiting.unseen)):
+            function = self.waiting.unseen[rank]
+            ranks_in[function].append(rank)
+        texts = [f"{Members(ranks):is|are} in {function}" for function, ranks in ranks_in.items()]
         return f"{', and '.join(texts)}."
 
     def _missed(self) -> str:
@@ -325,8 +323,11 @@ class _Report:
 
     def _title(self, call: Call) -> str:
         """Such as "all_reduce #3 of DATA_PARALLEL_GROUP"."""
-        detail = f" {call.what.detail}" if call.p2p else ""
-        return f"{call.what.name}{detail} #{call.seq} of {self.groups[call.group].shown}"
+        group = self.groups[call.group].shown
+        name = call.what.name
+        if call.p2p:
+            name += f" {call.what.detail}"
+        return f"{name} #{call.seq} of {group}"
 
     def _group(self, key: str) -> str:
         """Such as "DATA 0, 2"."""
@@ -343,7 +344,8 @@ class _Report:
         if not wait.call.p2p:
             return f"{operation.name} #{seq} of {self._group(group)}"
         source, target = pair_of(operation, self.waiting.members(group))
-        return f"{operation.name} from rank {source} to rank {target} of {self.groups[group].shown}"
+        shown = self.groups[group].shown
+        return f"{operation.name} from rank {source} to rank {target} of {shown}"
 
     def _named(self, ranks: Sequence[int]) -> str:
         """With its host and coordinates, if it is one."""
@@ -361,7 +363,10 @@ class _Report:
                 (dim,) = group.dims
                 largest[dim] = max(largest.get(dim, ()), group.ranks, key=len)
         # A group of one rank says nothing about its dim.
-        places = [f"{dim}={of.index(rank)}" for dim, of in largest.items() if len(of) > 1]
+        places = []
+        for dim, members in largest.items():
+            if len(members) > 1:
+                places.append(f"{dim}={members.index(rank)}")
         if places:
             facts.append(" ".join(places))
         return f"{text} ({', '.join(facts)})" if facts else text

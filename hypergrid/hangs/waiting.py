@@ -31,7 +31,7 @@ _IN_A_CALL = re.compile(r"/torch/(distributed(?!/checkpoint)|autograd)/|/hypergr
 _OF_A_BACKEND = re.compile(r"/gloo/|nccl|ProcessGroup", re.I)
 _WRAPPER = "c10d_logger.py"  # is around every call of torch's
 _OF_ANY_SIZE = ("all_to_all", "alltoall", "coalesced")  # the first words of a name
-_PAIR = re.compile(r"(\d{1,9})(->|<-)(\d{1,9})")
+_PAIR = re.compile(r"(\d{1,9})(?:->|<-)(\d{1,9})")
 # The members of a group need not agree on what only one of them gives, or takes.
 _ONLY_INPUTS = ("gather", "reduce")
 _ONLY_OUTPUTS = ("scatter", "broadcast")
@@ -132,8 +132,9 @@ class Waiting:
         self.raised: set[int] = set()
         self.doubtful: set[int] = set()
         self.victims: set[int] = set()
-        times = [max(self.last_time(rank), self.ranks[rank].written) for rank in self.ranks]
-        self._end = max(times, default=0)  # of all recordings
+        self._end = 0  # of all recordings
+        for rank, rank_recording in self.ranks.items():
+            self._end = max(self._end, self.last_time(rank), rank_recording.written)
         self._sort_errors()
         self._last_numbers: dict[int, dict[str, int]] = {}  # of each rank in each group
         self._pending: dict[int, list[_Pending]] = {}
@@ -166,7 +167,7 @@ class Waiting:
             error = recording.error
             # Without a stack, the words alone say where it was raised.
             is_of_a_call = (
-                not recording.stack or self._raised_in_a_call(rank) or _OF_A_BACKEND.search(error)
+                not recording.stack or self._is_in_a_call(rank) or _OF_A_BACKEND.search(error)
             )
             if is_of_a_call and _NOT_COME.search(error):
                 self.victims.add(rank)
@@ -182,11 +183,10 @@ class Waiting:
             self.raised.add(first)
             self.victims.discard(first)
 
-    def _raised_in_a_call(self, rank: int) -> bool:
-        recording = self.ranks[rank]
-        if not recording.error or not recording.stack:
-            return False
-        return bool(_IN_A_CALL.search(recording.stack[0].file))
+    def _is_in_a_call(self, rank: int) -> bool:
+        """Whether it is in a call to torch, or was when it raised."""
+        stack = self.ranks[rank].stack
+        return bool(stack and _IN_A_CALL.search(stack[0].file))
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
@@ -197,7 +197,8 @@ class Waiting:
                     waits_of[rank].append(wait)
         for rank, waits in waits_of.items():
             # What is queued behind another call holds nobody up, as long as that has not ended.
-            waits_of[rank] = [wait for wait in waits if rank not in wait.behind] or waits
+            entered = [wait for wait in waits if rank not in wait.behind]
+            waits_of[rank] = entered or waits
         return waits_of
 
     def members(self, key: str) -> Sequence[int]:
@@ -216,16 +217,12 @@ class Waiting:
         size = len(self.world)
         return any(len(group.ranks) == size for group in groups)
 
-    def needs(self, rank: int) -> dict[int, Wait | None]:
-        """The ranks that it waits for, and where; None if that is guessed."""
-        needed: dict[int, Wait | None] = {}
-        if rank in self.guessing:
-            needed |= dict.fromkeys(self.world)
+    def needs(self, rank: int) -> set[int]:
+        """The ranks that it waits for."""
+        needed = set(self.world) if rank in self.guessing else set()
         for wait in self.of.get(rank, []):
-            needed |= dict.fromkeys(wait.missed_by(rank), wait)
-        for other in (rank, OUTSIDE):
-            needed.pop(other, None)
-        return needed
+            needed |= wait.missed_by(rank)
+        return needed - {rank, OUTSIDE}
 
     def _last_ones(self) -> list[set[int]]:
         # A rank leads to its waits, and a wait to all that it misses. None is the guess: any rank.
@@ -262,29 +259,35 @@ class Waiting:
             if not frame.file.endswith(_WRAPPER):
                 function = frame.function
         # Such as Megatron's p2p_communication.py, which may wait for a handle.
-        is_of_p2p = "p2p" in stack[0].file.rpartition("/")[2] and not self.sees_p2p(rank)
-        return function or ("a send or recv" if is_of_p2p else "")
+        _, _, name = stack[0].file.rpartition("/")
+        if not function and "p2p" in name and not self.sees_p2p(rank):
+            return "a send or recv"
+        return function
 
     def sees_p2p(self, rank: int) -> bool:
         """Whether sends and receives of this rank would be recorded: NCCL's are, gloo's rarely."""
         calls = self.ranks[rank].calls
-        for place in np.unique(calls.title):
-            title = calls.titles[place]
-            # NCCL has several backends from torch 2.15 on, whose names begin alike.
-            if title.p2p or title.text.startswith("nccl"):
-                return True
-        return False
+        titles = [calls.titles[place] for place in np.unique(calls.rows["title"])]
+        on_gloo = [title for title in titles if title.is_on_gloo]
+        # Who calls both may send on gloo, too.
+        if any(title.p2p for title in on_gloo or titles):
+            return True
+        # NCCL has several backends from torch 2.15 on, whose names begin alike.
+        on_nccl = any(title.backend.startswith("nccl") for title in titles)
+        return on_nccl and not on_gloo
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
         calls = self.ranks[rank].calls
-        times = calls.columns[2:5]
-        return int(times.max(initial=0))
+        last_times = [
+            calls.rows[name].max(initial=0) for name in ("created", "started", "completed")
+        ]
+        return int(max(last_times))
 
     def _call_of(self, rank: int, group: str, seq: int) -> Call | None:
         """The collective with this number that a rank made."""
         calls = self.ranks[rank].calls
-        for at in np.flatnonzero(calls.seq == seq).tolist():
+        for at in np.flatnonzero(calls.rows["seq"] == seq).tolist():
             call = calls[at]
             if call.group == group and not call.p2p:
                 return call
@@ -294,14 +297,14 @@ class Waiting:
         recording = self.ranks[rank]
         calls = recording.calls
         is_collective_title = [not title.p2p for title in calls.titles]
-        is_collective = np.array(is_collective_title, bool)[calls.title]
+        is_collective = np.array(is_collective_title, bool)[calls.rows["title"]]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
-        if rank in self.raised and self._raised_in_a_call(rank) and calls:
+        if rank in self.raised and self._is_in_a_call(rank) and calls:
             return  # it is not in its last call any more
-        ended = _last_numbers(calls, is_collective & calls.done)
-        is_timed = bool(calls.started.any())
+        ended = _last_numbers(calls, is_collective & calls.rows["done"])
+        is_timed = bool(calls.rows["started"].any())
         pending: list[_Pending] = []
-        for at in np.flatnonzero(~calls.done).tolist():
+        for at in np.flatnonzero(~calls.rows["done"]).tolist():
             call = calls[at]
             if not call.p2p:
                 # Calls of a group end in order, so the first is what it waits in; one whose handle
@@ -309,7 +312,7 @@ class Waiting:
                 if call.seq <= ended.get(call.group, _NOWHERE):
                     continue
                 ended[call.group] = _ALL
-            if call.title.text.startswith("gloo"):
+            if call.title.is_on_gloo:
                 is_entered = True
             elif is_timed:
                 is_entered = call.started > 0
@@ -331,53 +334,40 @@ class Waiting:
         pending_in: dict[tuple[int, str], _Pending] = {}  # of a rank, in a group
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
-                call = pending.call
-                if not call.p2p:
-                    pending_at[call.group, call.seq][rank] = pending
-                    pending_in[rank, call.group] = pending
+                title = pending.call.title
+                if not title.p2p:
+                    pending_at[title.group, pending.call.seq][rank] = pending
+                    pending_in[rank, title.group] = pending
         for (group, seq), pending_of in pending_at.items():
             absent = set()
-            called = []
             behind = set()
+            # By what must be the same for all ranks.
+            calls_of: dict[What, dict[int, Call]] = defaultdict(dict)
             for rank in self.members(group):
-                numbers = self._last_numbers.get(rank, {})
-                last_number = numbers.get(group, _NOWHERE)
-                if last_number < seq or rank in self.gone:
+                last_number = self._last_numbers.get(rank, {}).get(group, _NOWHERE)
+                if last_number < seq:
                     absent.add(rank)
                     continue
-                called.append(rank)
-                first = pending_in.get((rank, group))
-                if first is None:
-                    continue
+                # A rank whose recorder has overwritten its call came long ago: nobody misses it.
+                call = self._call_of(rank, group, seq)
+                if call is not None:
+                    calls_of[must_agree(call.what)][rank] = call
                 # It is in an earlier call of the group, or has queued this one.
-                if (first.call.seq, first.is_entered) < (seq, True):
+                first = pending_in.get((rank, group))
+                if first is not None and (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
             outside = self.recording.groups[group].outside
             if outside:
                 absent = (absent - outside) | {OUTSIDE}
-            alike = self._alike(group, seq, called)
-            # A rank whose recorder has overwritten its call came long ago: it is missed by nobody.
+            alike = sorted(calls_of.values(), key=len)
+            if len(alike) > 1:
+                self.unequal[group, seq] = alike
             recorded = set().union(*alike)
             for calls in alike:
                 inside = {rank: pending_of[rank] for rank in calls if rank in pending_of}
                 unlike = recorded - calls.keys()
                 if inside:
                     self._add_wait(inside, absent, unlike, behind & calls.keys())
-
-    def _alike(self, group: str, seq: int, ranks: Iterable[int]) -> list[dict[int, Call]]:
-        """The calls of ranks, by what must be the same for all of them, the most last."""
-        calls_of: dict[tuple[str, ...], dict[int, Call]] = {}
-        for rank in ranks:
-            call = self._call_of(rank, group, seq)
-            if call is None:
-                continue
-            key = must_agree(call.what)
-            calls = calls_of.setdefault(key, {})
-            calls[rank] = call
-        alike = sorted(calls_of.values(), key=len)
-        if len(alike) > 1:
-            self.unequal[group, seq] = alike
-        return alike
 
     def _add_wait(
         self,
@@ -386,7 +376,8 @@ class Waiting:
         unlike: Set[int],
         behind: Set[int],
     ) -> None:
-        ns = max(self._ns(rank, pending.call) for rank, pending in inside.items())
+        durations = [self._ns(rank, pending.call) for rank, pending in inside.items()]
+        ns = max(durations)
         if not self._is_stuck(inside, ns):
             return
         first = min(inside, key=lambda rank: inside[rank].call.created)
@@ -401,8 +392,7 @@ class Waiting:
         if not call.created:
             return 0
         moment = self.ranks[rank].written or self._end
-        duration = moment - call.created
-        return max(0, duration)
+        return max(0, moment - call.created)
 
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
@@ -412,7 +402,10 @@ class Waiting:
     def _is_idle(self, rank: int) -> bool:
         """Whether it has called nothing for a while."""
         calls = self.ranks[rank].calls
-        return not calls or self._is_stuck((rank,), self._ns(rank, calls[-1]))
+        if not calls:
+            return True
+        ns = self._ns(rank, calls[-1])
+        return self._is_stuck((rank,), ns)
 
     def _find_pairs(self) -> None:
         """Sends that nobody receives, and the reverse.
@@ -438,8 +431,7 @@ class Waiting:
             if answer.rank in self.recording.groups[key.group].outside:
                 absent.add(OUTSIDE)
             elif unanswered > 0:
-                first = max(0, len(operations) - unanswered)
-                operation = operations[first]
+                operation = operations[-unanswered:][0]
                 absent.add(answer.rank)
             elif answers and not answers[0].is_entered:
                 behind.add(answer.rank)
@@ -455,14 +447,12 @@ class Waiting:
         ended: Counter[_PairKey] = Counter()
         for recording in self.ranks.values():
             calls = recording.calls
-            ended_titles = calls.title[calls.done]
-            places, counts = np.unique(ended_titles, return_counts=True)
-            for place, count in zip(places, counts, strict=True):
-                title = calls.titles[place]
-                key = self._pair_key(title)
+            ended_titles = calls.rows["title"][calls.rows["done"]]
+            for place, count in Counter(ended_titles.tolist()).items():
+                key = self._pair_key(calls.titles[place])
                 # What the other rank did is known only from its own recorder.
                 if key is not None and whole.issuperset(key.ranks):
-                    ended[key] += int(count)
+                    ended[key] += count
         return ended
 
     def _pair_key(self, title: Title) -> _PairKey | None:
@@ -480,24 +470,21 @@ class Waiting:
 def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     """The last number of each group among some calls."""
     group_of_title = [title.group for title in calls.titles]
-    groups = [group_of_title[place] for place in calls.title[mask].tolist()]
-    numbers = calls.seq[mask].tolist()
-    return dict(zip(groups, numbers, strict=True))
+    rows = calls.rows[mask]
+    groups = [group_of_title[place] for place in rows["title"].tolist()]
+    return dict(zip(groups, rows["seq"].tolist(), strict=True))
 
 
-def must_agree(operation: What) -> tuple[str, ...]:
+def must_agree(operation: What) -> What:
     """The part of a call that must be equal on all members of its group."""
     name = operation.name
-    title = (name, operation.detail)
-    inputs = (operation.inputs, operation.input_dtypes)
-    outputs = (operation.outputs, operation.output_dtypes)
     if name.startswith(_OF_ANY_SIZE) or "_v" in name:
-        return title
+        return What(name, operation.detail, "", "", "", "")
     if name in _ONLY_INPUTS:
-        return title + inputs
+        return operation._replace(outputs="", output_dtypes="")
     if name in _ONLY_OUTPUTS:
-        return title + outputs
-    return title + inputs + outputs
+        return operation._replace(inputs="", input_dtypes="")
+    return operation
 
 
 def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
@@ -505,13 +492,11 @@ def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
     match = _PAIR.fullmatch(operation.detail)
     if operation.name not in ("send", "recv") or match is None:
         return ()
-    caller, arrow, peer = match.groups()
-    places = [int(caller), int(peer)]
-    if arrow == "<-":
-        places.reverse()
-    if max(places) >= len(members):
+    caller, peer = map(int, match.groups())
+    if max(caller, peer) >= len(members):
         return ()
-    return tuple(members[place] for place in places)
+    ranks = (members[caller], members[peer])
+    return ranks if operation.name == "send" else ranks[::-1]
 
 
 def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
@@ -544,8 +529,7 @@ def _reachable(graph: Mapping[Any, Iterable[Any]], start: Any) -> set[Any]:
     reached = {start}
     to_visit = [start]
     while to_visit:
-        for target in graph.get(to_visit.pop(), ()):
-            if target not in reached:
-                reached.add(target)
-                to_visit.append(target)
+        new = set(graph.get(to_visit.pop(), ())) - reached
+        reached |= new
+        to_visit += new
     return reached

@@ -19,11 +19,12 @@ _LAST = 10  # calls shown of each rank
 def plan_of(recording: Recording) -> GroupPlan:
     """A plan with the groups that were recorded, for a job whose own plan is not known."""
     layout = RankLayout(("rank",), (recording.world_size,))
-    groups_of_label: dict[str, list[Ranks]] = {}
+    # A group on two backends is there for each of them.
+    groups_of_label: dict[str, dict[Ranks, None]] = {}
     for group in recording.groups.values():
         # A group of a damaged recording may name ranks that the job does not have.
         if group.ranks and all(rank in layout for rank in group.ranks):
-            groups_of_label.setdefault(group.shown, []).append(group.ranks)
+            groups_of_label.setdefault(group.shown, {})[group.ranks] = None
     rows = []
     for label, groups in groups_of_label.items():
         rows.append(GroupRow(label, "ranks", (), explicit=tuple(groups)))

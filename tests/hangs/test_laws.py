@@ -44,6 +44,12 @@ def test_on_worse_evidence_no_innocent_is_named_with_certainty(kind):
     assert worse.counts["cases"] > 12  # few worlds have a host of eight
 
 
+def test_each_backend_of_a_group_numbers_its_own_calls():
+    for kind, both in tally(range(40), only="two backends").items():
+        assert both.holds(*GOALS.get(kind, (0.5, 0.05))), [both.line(), *both.wrong]
+        assert both.counts["cases"] > 25
+
+
 def test_no_innocent_is_named_with_certainty_if_several_are_guilty():
     whole = tally(range(100), several=True, only="whole")["whole"]
     assert whole.holds(0, certain=1 / 3), [whole.line(), *whole.wrong]

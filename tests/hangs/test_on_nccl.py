@@ -65,7 +65,7 @@ def test_a_batch_that_has_ended_has_the_state_of_its_entry(name, on_nccl):
     for rank in recording.ranks.values():
         names = {call.what.name for call in rank.calls}
         assert "coalesced" not in names
-        assert len(rank.calls) - rank.calls.done.sum() <= 7, rank.rank
+        assert len(rank.calls) - rank.calls.rows["done"].sum() <= 7, rank.rank
 
 
 @pytest.mark.parametrize("missing", [1, 2])

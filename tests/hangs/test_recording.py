@@ -73,6 +73,21 @@ def test_one_name_of_torch_for_two_groups_is_two_groups(tmp_path):
         assert rank in group.ranks
 
 
+def test_each_backend_of_a_group_numbers_its_own_calls(tmp_path):
+    """As of "cpu:gloo,cuda:nccl", whose two recorders ``hypergrid.record`` writes as one."""
+    ranks = []
+    for rank in range(2):
+        recorder = Rank(rank, GROUPS).call("7")
+        on_gloo = Rank(rank, GROUPS, "gloo").call("7").call("7").call("7")
+        if rank == 0:
+            recorder.call("7", done=False)
+        recorder.entries[1:1] = on_gloo.entries
+        ranks.append(recorder)
+    diagnosis = diagnose(read(write(tmp_path, ranks)))
+    assert (diagnosis.ranks, diagnosis.group, diagnosis.seq) == ((1,), "TENSOR", 2)
+    assert diagnosis.operation == "all_reduce" and diagnosis.members == (0, 1)
+
+
 def test_operations_of_a_batch_have_its_state(tmp_path):
     """NCCL's recorder has the state of a batch apart from its sends and receives.
 

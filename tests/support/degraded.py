@@ -18,6 +18,7 @@ KINDS = (
     "a host of eight missing",
     "short buffer",
     "different moments",
+    "stacks missing",
 )
 
 
@@ -61,8 +62,12 @@ def write(
                 moments[rank] = rng.randint(begin, rng.choice((last_clock, run.end)))
     simulation.write(run, directory, moments, buffer)
     names = ["trace_{}", "stack_{}.json"]
+    if kind == "stacks missing":
+        # And with them, of gloo, the sends.
+        missing = world if rng.random() < 0.5 else rng.sample(world, rng.randint(1, len(world)))
+        names = ["stack_{}.json"]
     # Files of groups are written at the start, and may be elsewhere.
-    if rng.random() >= 0.5:
+    elif rng.random() >= 0.5:
         names.append("groups_{}.json")
     for rank in missing:
         for name in names:

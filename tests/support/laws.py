@@ -27,6 +27,7 @@ from tests.support.programs import (
     random_program,
     with_rare_calls,
     with_sends_in_the_world,
+    with_two_backends,
     without_line,
 )
 from tests.support.simulation import Run
@@ -37,7 +38,10 @@ GOALS = {
     "one innocent missing, varied": (0.8, 1 / 3),
     "whole, a rare call": (0.8, 0.4),
     "whole, a rare call is left out": (0.35, 0),
+    "whole, two backends": (0.85, 0.5),
 }
+# The evidence of programs on two backends.
+KINDS_OF_BOTH = ("whole", "one innocent missing", "short buffer", "stacks missing")
 
 
 @dataclass
@@ -140,6 +144,29 @@ def judged_with_a_rare_call(seed: int) -> Iterator[Case]:
             yield Case(seed, kind, run, verdict(run), outvoted=False)
 
 
+def hanging_on_two_backends(seed: int) -> Run | None:
+    """A random program on NCCL and gloo that hangs by one fault; None where nobody hangs."""
+    rng = random.Random(f"{seed} two backends")
+    program = random_program(rng, steps=rng.randint(2, 5))
+    if rng.random() < 0.5:
+        program = with_sends_in_the_world(program)
+    program = with_two_backends(program, rng)
+    fault = rng.choice((*FAULTS, "device"))
+    faulty = injected(program, fault, rng.randrange(program.world), rng)
+    if faulty is None:
+        return None
+    run = Run(faulty, rng)
+    return None if run.finished else run
+
+
+def judged_on_two_backends(seed: int) -> Iterator[Case]:
+    """The verdicts on it, by the kind of evidence."""
+    run = hanging_on_two_backends(seed)
+    if run is not None:
+        for kind in KINDS_OF_BOTH:
+            yield from _judged(seed, run, kind, f"{kind}, two backends")
+
+
 def judged(
     seed: int, several: bool = False, kinds: Iterable[str] = ("whole",), varied: bool = False
 ) -> Iterator[Case]:
@@ -149,14 +176,16 @@ def judged(
         return
     run, is_outvoted = hang
     for kind in kinds:
-        rng = random.Random(f"{seed} {kind}")
-        with tempfile.TemporaryDirectory() as directory:
-            early = degraded.write(run, Path(directory), kind, rng)
-            if early is None:
-                continue
-            diagnosis = diagnose(read(directory))
         title = f"{kind}, varied" if varied else kind
-        yield Case(seed, title, run, diagnosis, is_outvoted, early)
+        yield from _judged(seed, run, kind, title, is_outvoted)
+
+
+def _judged(seed: int, run: Run, kind: str, title: str, outvoted: bool = False) -> Iterator[Case]:
+    """The verdict on one kind of evidence; none where the program is too small for it."""
+    with tempfile.TemporaryDirectory() as directory:
+        early = degraded.write(run, Path(directory), kind, random.Random(f"{seed} {kind}"))
+        if early is not None:
+            yield Case(seed, title, run, diagnose(read(directory)), outvoted, early)
 
 
 def verdict(run: Run) -> Diagnosis:
@@ -214,7 +243,9 @@ def tally(seeds: Iterable[int], several: bool = False, only: str = "") -> dict[s
             cases += judged(seed, several)
         if only in ("", "a rare call") and not several:
             cases += judged_with_a_rare_call(seed)
-        if only not in ("whole", "a rare call"):
+        if only in ("", "two backends") and not several:
+            cases += judged_on_two_backends(seed)
+        if only not in ("whole", "a rare call", "two backends"):
             cases += judged(seed, several, [only] if only else degraded.KINDS, varied=True)
         for case in cases:
             tallies.setdefault(case.kind, Tally()).add(case)

@@ -47,6 +47,7 @@ class Op:
     parts: tuple[Op, ...] = ()
     line: int = 0
     root: int = 0  # torch does not record it
+    on_cpu: bool = False  # by gloo, in a group that has NCCL too
 
     @property
     def is_call(self) -> bool:
@@ -301,6 +302,39 @@ def with_rare_calls(program: Program, rng: random.Random) -> tuple[Program, int]
     return replace(program, ops=ops, groups=groups, steps=steps, error=error), line
 
 
+def with_two_backends(program: Program, rng: random.Random) -> Program:
+    """The same program on NCCL, some of whose tensors are on the CPU: gloo takes these.
+
+    A group then has two backends, each of which numbers its calls on its own. What a stage sends to
+    the next may be on the CPU, also as a part of a batch. And a batch may have two of each part:
+    all of one batch have one number.
+    """
+    lines = {op.line for ops in program.ops for op in ops if _is_blocking_collective(op)}
+    lines_on_cpu = {line for line in sorted(lines) if rng.random() < 0.4}
+    is_forward_on_cpu = rng.random() < 0.5
+    copies = rng.choice((1, 2))
+    ops = []
+    for rank, rank_ops in enumerate(program.ops):
+        new_ops = []
+        for op in rank_ops:
+            members = program.group_of(rank, op.group)
+            if not op.is_p2p:
+                new_ops.append(replace(op, on_cpu=op.line in lines_on_cpu))
+                continue
+            parts = []
+            for part in op.parts or [op]:
+                is_forward = (part.do == "send") == (members[part.peer] > rank)
+                part = replace(part, on_cpu=is_forward and is_forward_on_cpu)
+                parts += [part] * (copies if op.parts else 1)
+            new_ops.append(replace(op, parts=tuple(parts)) if op.parts else parts[0])
+        ops.append(new_ops)
+    return replace(program, ops=ops, nccl=True, p2p=program.stacks and rng.random() < 0.5)
+
+
+def _is_blocking_collective(op: Op) -> bool:
+    return op.is_call and not op.is_p2p and not op.later
+
+
 # Faults.
 
 
@@ -380,6 +414,8 @@ def _replacement(
             return [replace(op, size=op.size + rng.choice((-1, 1)))]
         case "root":
             return [replace(op, root=1)]
+        case "device":
+            return [replace(op, on_cpu=not op.on_cpu)]
         case "dtype":
             return [replace(op, dtype="Double")]
         case "operation":
