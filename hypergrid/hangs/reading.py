@@ -285,7 +285,8 @@ def _end_batches(titles: Sequence[Title], rows: Any, *seqs: Any) -> list[bool]:
     numbers; they stay "scheduled" for ever.
     """
     called = [titles[place] for place in rows["title"].tolist()]
-    groups = [title.group for title in called]
+    # Gloo numbers the calls of a group on its own: one with the numbers of a batch is not of it.
+    groups = [(title.group, title.is_on_gloo) for title in called]
     numbers = [column.tolist() for column in seqs]
     keys = zip(groups, *numbers, strict=True)
     state = rows[["started", "completed", "done"]]
@@ -398,7 +399,8 @@ class _Reader:
         for group in groups:
             first = self.named[group.name].setdefault(group.ranks, group)
             first.dims = first.dims or group.dims  # torch's recorder has no dims
-            self.members_of[rank, group.name] = group.ranks
+            # All ranks share one list: each has a copy of it in its file.
+            self.members_of[rank, group.name] = first.ranks
         return ""
 
     def finish(self) -> Recording:

@@ -106,6 +106,16 @@ def test_operations_of_a_batch_have_its_state(tmp_path):
     assert operations == [("send", True), ("recv", True), ("send", False), ("recv", False)]
 
 
+def test_a_call_of_gloo_with_the_numbers_of_a_batch_is_not_of_it(tmp_path):
+    recorder = Rank(0, GROUPS)
+    for name in ("_all_gather_base", "coalesced"):
+        recorder.call("7", name, done=name == "coalesced")
+        recorder.entries[-1].update(collective_seq_id=1)
+    recorder.entries[:0] = Rank(0, GROUPS, "gloo").call("7", done=False).entries
+    calls = read(write(tmp_path, [recorder])).ranks[0].calls
+    assert [(call.title.backend, call.done) for call in calls] == [("gloo", False), ("nccl", True)]
+
+
 def test_several_processes_read_what_one_reads(tmp_path):
     ranks = [Rank(rank, {"7": ("TENSOR", [*range(40)])}) for rank in range(40)]
     for recorder in ranks:
