@@ -80,6 +80,7 @@ class History:
         self._role_of: dict[Title, _Role] = {}
         self._kind_of: dict[Title, int] = {}
         self._number_kinds()
+        role_of_place = [*self._role_of.values()]
         kind_of_place = np.array([*self._kind_of.values()], np.int64)
         self._roles_of: dict[int, set[_Role]] = {}  # of all calls of a rank
         self._tokens: dict[int, Any] = {}
@@ -97,8 +98,7 @@ class History:
             if not rank_recording.whole:
                 shortest = min(shortest, len(calls))
             places = calls.rows["title"]
-            titles = [calls.titles[place] for place in np.unique(places)]
-            self._roles_of[rank] = {self._role_of[title] for title in titles}
+            self._roles_of[rank] = {role_of_place[place] for place in np.unique(places)}
             numbers = calls.rows["seq"] & 0xFFFFFFFF
             # The kind in the upper half, the number of the call in the lower.
             tokens = kind_of_place[places] << 32 | numbers

@@ -10,6 +10,7 @@ import json
 import marshal
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
@@ -312,9 +313,11 @@ def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     # "gloo:send 0->1", "nccl:_all_gather_base"
     backend, _, call = _text(name).rpartition(":")
     call_name, _, detail = call.partition(" ")
-    texts = [one_line(str(values)) for values in shapes]
-    operation = What(call_name.lstrip("_") or "an operation", detail, *texts)
-    return Title(group_name, label, is_p2p is True, backend, operation)
+    texts = [call_name.lstrip("_") or "an operation", detail]
+    texts += [one_line(str(values)) for values in shapes]
+    # Calls of many sizes, as of experts, have as many titles, which share what is equal.
+    operation = What(*map(sys.intern, texts))
+    return Title(group_name, label, is_p2p is True, sys.intern(backend), operation)
 
 
 def _label(name: str, description: Any) -> str:
