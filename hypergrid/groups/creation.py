@@ -10,6 +10,7 @@ import copy
 import hashlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
 from hypergrid.agreement.commit import NO_ADDRESS, let_waiting_ranks_fail_first
-from hypergrid.groups import closing, gloo
+from hypergrid.groups import gloo
 from hypergrid.layout import span_of
 from hypergrid.policy import Abilities, Agreement, Policy, choose
 
@@ -49,11 +50,26 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup]:
-    """The groups of these labels and ranks that torch knows. *Local*."""
-    names = {str(group_name(label, ranks, epoch)) for label, ranks in ranks_of.items()}
+def named_groups(label: str, ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup]:
+    """The groups that torch knows of those that this rank creates for a label. *Local*.
+
+    ``ranks_of`` has their ranks by the names that ``by_members`` is called with.
+    """
+    names = set()
+    labels_in_world = [_label_in_world(label, number) for number in range(len(ranks_of))]
+    for name, ranks in ranks_of.items():
+        for group_label in [name, *labels_in_world]:
+            names.add(str(group_name(group_label, ranks, epoch)))
     registered = of_torch.registered_groups()
     return [group for group, name in registered.items() if name in names]
+
+
+def _label_in_world(label: str, number: int) -> str:
+    """The label in the name of a group that ``by_world`` creates.
+
+    ``number`` tells groups of equal ranks apart: it counts those that are created before.
+    """
+    return f"{label}#{number}"
 
 
 @contextmanager
@@ -98,22 +114,20 @@ def by_world(
 
     With the ``way`` "everyone" each rank calls ``new_group`` for each group; with "split" for its
     own groups. Where it is in none of those that are created together, it calls it for the first,
-    as torch then takes part in their split without a color.
+    as torch then takes part in their split without a color. After a failure the caller closes the
+    ``named_groups``.
     """
     rank = dist.get_rank()
     created = []
-    before = of_torch.registered_groups()
-    try:
-        for number, together in enumerate(_rounds(way, groups)):
-            groups_of_rank = [ranks for ranks in together if rank in ranks]
-            ranks = [*groups_of_rank, *together][0]
-            # With the number, as two rounds may have groups of equal ranks.
-            group = _new_group(f"{label}#{number}", ranks, epoch, options)
-            if groups_of_rank:
-                created.append(group)
-    except BaseException:
-        closing.abort(of_torch.registered_groups().keys() - before)
-        raise
+    equal_before = Counter[tuple[int, ...]]()  # by ranks
+    for together in _rounds(way, groups):
+        groups_of_rank = [ranks for ranks in together if rank in ranks]
+        ranks = [*groups_of_rank, *together][0]
+        number = equal_before[tuple(ranks)]
+        group = _new_group(_label_in_world(label, number), ranks, epoch, options)
+        if groups_of_rank:
+            created.append(group)
+        equal_before.update(map(tuple, together))
     return created
 
 
