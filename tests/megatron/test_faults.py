@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -183,6 +183,24 @@ def test_an_interrupt_that_comes_when_torch_alone_has_a_group_leaves_none(rank):
     assert len(open_groups()) == before
     from_all(None)
     assert total(grid.create_pg("dp")) == 2
+
+
+@pytest.mark.parametrize("stdout", ["closed", "full", "in ASCII"])
+@on_ranks(2)
+def test_a_report_that_cannot_be_printed_is_a_warning_and_all_keep_their_groups(rank, stdout):
+    stream = open("/dev/full", "w", encoding="ascii")  # noqa: SIM115
+    if stdout == "closed":
+        stream.close()
+    report = "é" if stdout == "in ASCII" else "the report"
+    warned = pytest.warns(RuntimeWarning, match="the report cannot be printed: ")
+    with (
+        mock.patch.dict(os.environ, HYPERGRID_REPORT="1"),
+        mock.patch("compat.report.report", return_value=report),
+        mock.patch("sys.stdout", stream),
+        warned if rank == 0 else nullcontext(),
+    ):
+        ps.initialize_model_parallel(2)
+    assert total(ps.get_tensor_model_parallel_group()) == 2
 
 
 @on_ranks(4)
