@@ -550,13 +550,19 @@ class _Round:
         is_first = self.rank == self.ranks[0]
         count = reports.report(self.phase.store, self.entry, self.digest, is_first)
         if count == len(self.ranks):
-            self.phase.store.set("final", self._decide())
+            first_value(self.phase.store, "final", self._decide())
 
     def _decide(self) -> str:
-        reported = reports.entries(self.phase.store)
+        store = self.phase.store
+        reported = reports.entries(store)
         error = reports.difference(reported, self.span)
         if error:
             return error
+        if not reports.all_have_reported(store, self.ranks):
+            return (
+                f"{reports.missing(store, self.ranks)} did not say within {_FOR_REPORTS} what they "
+                f"propose, where ranks {self.span} differ. Look at their logs."
+            )
         abilities = [Abilities(**entry.abilities) for entry in reported]
         return _chosen(self.epoch, self.policy, abilities)
 
@@ -682,7 +688,7 @@ class Phase:
             # Closing has added as many arrivals as there are ranks.
             arrived = self._arrivals - len(self.ranks)
             reports.wait_for_answers(self.store, arrived, self._patience)
-            self.store.set("final", self._absence(absent))
+            first_value(self.store, "final", self._absence(absent))
         return self.final(lambda: self._absence(absent))
 
     @functools.cached_property
@@ -736,9 +742,7 @@ class Phase:
         try:
             return look_until(look, _FOR_REPORTS, len(self.ranks))
         except RuntimeError:  # the rank that was to decide has ended meanwhile
-            decision = decide()
-            self.store.set("final", decision)
-            return peek(self.store, "final") or decision  # another rank may have decided too
+            return first_value(self.store, "final", decide())
 
     def leave_after_a_failure(self, default: Store, all_come: bool = False) -> None:
         """Wait, where this process serves the store, until the others have read it too.

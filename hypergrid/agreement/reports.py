@@ -29,6 +29,7 @@ _KEYS = (
     PLACES,
     CLAIMS,
     "final",
+    "final/set",
     "read",
 )
 
@@ -75,7 +76,14 @@ def report(store: Store, entry: Sequence[Any], digest: int, is_first: bool) -> i
     if equal_ranks == 1 or is_first:
         line = json.dumps([digest, entry])
         append(store, "entries", line)
+    rank = entry[0]
+    answer(store, rank)
     return store.add("told", 1)
+
+
+def all_have_reported(store: Store, ranks: Sequence[int]) -> bool:
+    """Whether each of ``ranks`` has reported."""
+    return store.add("told", 0) == len(ranks)
 
 
 def entries(store: Store) -> list[Entry]:

@@ -260,8 +260,8 @@ class GroupPool:
                     self._log_groups(before.groups, backend, time.monotonic() - begin)
         except BaseException as error:
             self._roll_back(before)
-            # Torch may have groups that this pool has not: a Ctrl-C came in between, or ranks of the
-            # world have created several, and the first could not be taken into use.
+            # Torch may have groups that this pool has not: a Ctrl-C came in between, or the world
+            # has created several, and the first could not be taken into use.
             in_pool = [pooled.group for pooled in self.groups]
             named = creation.named_groups(label, ranks_of, self.agreement.epoch)
             closing.abort(group for group in named if group not in in_pool)

@@ -21,6 +21,7 @@ from compat.colossalai import EnvironmentTable
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.physicsnemo import DistributedManager
 from hypergrid import AgreementError, CreationError, HyperCommGrid
+from hypergrid.agreement import commit, reports
 from hypergrid.agreement.commit import Phase, _Memory, _Round
 from hypergrid.agreement.reports import clear_before
 from tests.support import table
@@ -215,6 +216,27 @@ def test_ranks_that_ask_for_different_things_all_say_so_and_the_next_call_works(
     assert says in text
     assert len(open_groups()) == 1
     eval(call, INTERFACES, {"odd": False})
+
+
+@on_ranks(4)
+def test_where_a_rank_that_differs_says_it_too_late_all_refuse_with_one_text(rank):
+    report = reports.report
+
+    def reports_late(*arguments):
+        if rank == 2:
+            time.sleep(3)
+        return report(*arguments)
+
+    # Rank 0 gives up before rank 2 reports, and rank 1 after.
+    limit = timedelta(seconds=1 if rank == 0 else 6)
+    with (
+        mock.patch.object(commit, "_FOR_REPORTS", limit),
+        mock.patch.object(reports, "report", reports_late),
+        pytest.raises(AgreementError, match=r"1 of 4 ranks \(2\) did not say") as raised,
+    ):
+        ps.initialize_model_parallel(4 if rank == 2 else 2)
+    assert len({*from_all(str(raised.value))}) == 1
+    ps.initialize_model_parallel(2)
 
 
 @pytest.mark.parametrize(("call", "error", "says"), table("agreement/refusals.txt"))
