@@ -13,30 +13,14 @@ from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from hypergrid.agreement import keys
 from hypergrid.agreement.store import append, forget, lines
-from hypergrid.agreement.waits import CLAIMS, PLACES
 from hypergrid.messages import few, shown_apart
-
-_KEYS = (
-    "arrived",
-    "closed",
-    "closed/set",
-    "outcome",
-    "present",
-    "entries",
-    "told",
-    "waiting",
-    PLACES,
-    CLAIMS,
-    "final",
-    "final/set",
-    "read",
-)
 
 
 def answer(store: Store, rank: int) -> None:
     """Report that this rank is there."""
-    append(store, "present", str(rank))
+    append(store, keys.PRESENT, str(rank))
 
 
 def wait_for_answers(store: Store, expected: int, patience: float) -> None:
@@ -45,7 +29,7 @@ def wait_for_answers(store: Store, expected: int, patience: float) -> None:
     answers = 1
     while answers < expected and time.monotonic() < end:
         time.sleep(0.1)
-        now_answered = len(lines(store, "present"))
+        now_answered = len(lines(store, keys.PRESENT))
         if now_answered > answers:
             answers = now_answered
             end = time.monotonic() + patience
@@ -53,7 +37,7 @@ def wait_for_answers(store: Store, expected: int, patience: float) -> None:
 
 def missing(store: Store, ranks: Sequence[int]) -> str:
     """In words, which of ``ranks`` did not answer."""
-    present = set(map(int, lines(store, "present")))
+    present = set(map(int, lines(store, keys.PRESENT)))
     absent = [rank for rank in ranks if rank not in present]
     if not absent:
         return f"one of {len(ranks)} ranks, which has arrived since,"
@@ -70,29 +54,26 @@ class Entry(NamedTuple):
     ranks: int
 
 
-def report(store: Store, entry: Sequence[Any], digest: int, is_first: bool) -> int:
-    """Report ``entry`` if no equal one is there, or if ``is_first``; how many have reported."""
+def report(store: Store, rank: int, digest: int, entry: str, is_first: bool) -> int:
+    """Report ``entry``, what ``rank`` proposes and can do; gives how many ranks have reported.
+
+    It is written if no equal one is there, or if ``is_first``.
+    """
     equal_ranks = store.add(f"of/{digest}", 1)
     if equal_ranks == 1 or is_first:
-        line = json.dumps([digest, entry])
-        append(store, "entries", line)
-    rank = entry[0]
+        append(store, keys.ENTRIES, f"{digest} {rank} {entry}")
     answer(store, rank)
-    return store.add("told", 1)
-
-
-def all_have_reported(store: Store, ranks: Sequence[int]) -> bool:
-    """Whether each of ``ranks`` has reported."""
-    return store.add("told", 0) == len(ranks)
+    return store.add(keys.REPORTED, 1)
 
 
 def entries(store: Store) -> list[Entry]:
     """The entries: that of the window's first rank, and one of each kind."""
     reported = []
-    for line in lines(store, "entries"):
-        digest, (rank, proposal, abilities) = json.loads(line)
+    for line in lines(store, keys.ENTRIES):
+        digest, rank, entry = line.split(" ", maxsplit=2)
+        proposal, abilities = json.loads(entry)
         equal_ranks = store.add(f"of/{digest}", 0)
-        reported.append(Entry(rank, proposal, abilities, equal_ranks))
+        reported.append(Entry(int(rank), proposal, abilities, equal_ranks))
     return reported
 
 
@@ -138,11 +119,11 @@ def clear_before(store: Store, epoch: str) -> None:
     span, _, number = epoch.rpartition("/")
     for earlier in range(int(number) - 1, -1, -1):
         prepare = PrefixStore(f"hypergrid/{span}/{earlier}/prepare", store)
-        if not prepare.check(["outcome"]):
+        if not prepare.check([keys.OUTCOME]):
             break
-        for line in lines(prepare, "entries"):
-            digest, _ = json.loads(line)
+        for line in lines(prepare, keys.ENTRIES):
+            digest = line.partition(" ")[0]
             forget(prepare, f"of/{digest}")
-        forget(prepare, *_KEYS)
+        forget(prepare, *keys.OF_A_PHASE)
         commit = PrefixStore(f"hypergrid/{span}/{earlier}/commit", store)
-        forget(commit, *_KEYS)
+        forget(commit, *keys.OF_A_PHASE)

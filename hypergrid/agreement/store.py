@@ -159,8 +159,8 @@ def forget(store: Any, *keys: str) -> None:
     with suppress(RuntimeError):
         for key in keys:
             if not store.has_extended_api():
-                for line_key in (*_line_keys(store, key), f"{key}/lines"):
-                    store.delete_key(line_key)
+                for other_key in (*_line_keys(store, key), f"{key}/lines", f"{key}/set"):
+                    store.delete_key(other_key)
             store.delete_key(key)
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import logs
+from hypergrid.agreement import keys
 from hypergrid.agreement.connections import at_the_store, to_the_store
 from hypergrid.agreement.store import (
     LONG_WAIT,
@@ -29,8 +30,6 @@ from hypergrid.agreement.store import (
 from hypergrid.layout import span_of
 from hypergrid.messages import one_line
 
-PLACES = "places"  # the key under which ranks say where they are
-CLAIMS = "claims"  # the key under which ranks say that they would give a warning
 _WARNS_AFTER = (10.0, 30.0, 60.0)  # seconds of waiting
 _WARNS_EACH = 300.0  # further seconds
 _CLAIMS_BEFORE = 2.0  # seconds before a warning
@@ -50,13 +49,13 @@ class _Place(NamedTuple):
 
 def _write_place(store: Store, rank: int, label: str) -> None:
     connections = ",".join(to_the_store(store))
-    append(store, PLACES, f"{rank} {connections} {one_line(label)}")
+    append(store, keys.PLACES, f"{rank} {connections} {one_line(label)}")
 
 
 def _places(store: Store) -> dict[int, _Place]:
     """By rank, what each has written last."""
     place_of = {}
-    for line in lines(store, PLACES):
+    for line in lines(store, keys.PLACES):
         rank, connections, label = line.split(" ", maxsplit=2)
         known_connections = {*filter(None, connections.split(","))}
         place_of[int(rank)] = _Place(known_connections, label)
@@ -134,7 +133,7 @@ class Watch:
             self._claims = claims
             self._has_claimed = not self._a_lower_rank_claims()
             if self._has_claimed:
-                append(self.store, CLAIMS, str(self.rank))
+                append(self.store, keys.CLAIMS, str(self.rank))
         warnings = _due(waited)
         if warnings > self._warnings:
             self._warnings = warnings
@@ -143,7 +142,7 @@ class Watch:
 
     def _a_lower_rank_claims(self) -> bool:
         """Whether a lower rank has claimed a warning since this one asked before."""
-        claims = lines(self.store, CLAIMS)
+        claims = lines(self.store, keys.CLAIMS)
         new_claims = claims[self._seen_claims :]
         self._seen_claims = len(claims)
         return any(int(rank) < self.rank for rank in new_claims)
@@ -244,4 +243,4 @@ def watched_closing(
     finally:
         if watch.waited >= LONG_WAIT:
             with suppress(RuntimeError):  # the store is lost
-                forget(group_store, PLACES, CLAIMS)
+                forget(group_store, keys.PLACES, keys.CLAIMS)

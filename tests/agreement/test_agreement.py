@@ -152,7 +152,7 @@ def test_a_process_in_the_place_of_the_last_that_arrived_finds_its_round_decided
     assert Rank(store, 2, 3).arrive().round.epoch == "0..2/1"
 
 
-def test_what_a_rank_decided_holds_though_it_ended_before_it_published():
+def test_where_the_rank_that_closed_a_phase_ended_before_it_said_why_all_others_say_so():
     store = dist.HashStore()
     killed = mock.Mock(side_effect=SystemExit)
     phases = [Phase(store, range(3), rank, killed) for rank in range(3)]
@@ -162,7 +162,8 @@ def test_what_a_rank_decided_holds_though_it_ended_before_it_published():
         phases[2].publish("all have theirs")
     start = time.monotonic()
     for phase in phases[:2]:
-        assert phase.outcome(timedelta(seconds=2), "did not come") == "all have theirs"
+        outcome = phase.outcome(timedelta(seconds=2), "did not come")
+        assert outcome == "a rank of 0..2 ended before it could say what came out."
     assert time.monotonic() - start < 15
 
 
@@ -230,7 +231,7 @@ def test_where_a_rank_that_differs_says_it_too_late_all_refuse_with_one_text(ran
     # Rank 0 gives up before rank 2 reports, and rank 1 after.
     limit = timedelta(seconds=1 if rank == 0 else 6)
     with (
-        mock.patch.object(commit, "_FOR_REPORTS", limit),
+        mock.patch.object(commit, "_FOR_VERDICT", limit),
         mock.patch.object(reports, "report", reports_late),
         pytest.raises(AgreementError, match=r"1 of 4 ranks \(2\) did not say") as raised,
     ):
