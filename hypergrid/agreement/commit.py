@@ -46,8 +46,8 @@ from hypergrid.agreement.store import (
     noticing_a_dead_link,
     peek,
     raise_if_waits_ended,
+    serves,
     shared_store,
-    stay_until,
     telling_of_a_lost_store,
 )
 from hypergrid.agreement.waits import Watch
@@ -60,7 +60,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 NO_ADDRESS = "published no address to connect to"  # in the error of a rank that waited for another
 _FOR_VERDICT = timedelta(seconds=30)  # that ranks wait for the rank that gives it
 _FOR_OUTCOME = timedelta(seconds=4)  # that ranks wait for the rank that has closed the phase
-_SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
+_SILENCE = timedelta(seconds=4)  # without an answer, after which a rank that arrived has ended
 _DEFAULTS = Policy()
 _NO_OBSTACLE = Abilities()
 _log = logging.getLogger(__name__)
@@ -185,9 +185,9 @@ def all_or_none(
     phase.timeout = timeout
     phase.label = "its first group"
     absent = f"did not finish creating groups within {timeout}. Look at their logs."
-    _creations.append(phase)
     try:
         with look_beside(phase.look):
+            _creations.append(phase)
             try:
                 yield
             finally:
@@ -196,7 +196,7 @@ def all_or_none(
     except BaseException as error:
         raise_if_waits_ended()  # nothing is to wait any more, also not for the store
         reason = str(error) if isinstance(error, CreationError) else in_words(error)
-        first = phase.fail(reason, timeout, absent, store)
+        first = phase.fail(reason, timeout, absent)
         # A rank that only waited for this one is no cause of this one's failure.
         only_waited = NO_ADDRESS in first and NO_ADDRESS not in reason
         if isinstance(error, CreationError) and first != reason and not only_waited:
@@ -212,7 +212,7 @@ def all_or_none(
         # A rank that is stuck in torch finds out after the timeout, and knows better why.
         outcome = phase.outcome(timeout + timedelta(seconds=5), absent)
     if outcome != keys.CREATED:
-        phase.leave_after_a_failure(store, all_come=True)
+        phase.leave_after_a_failure()
         raise CreationError(
             f"rank {rank} rolled back its groups, as another rank could not create its own: "
             f"{outcome}"
@@ -367,7 +367,7 @@ def _tell(
 class _Memory:
     """The rounds of this process under one default group, by window."""
 
-    rounds: dict[str, int] = field(default_factory=dict)  # the number of the next one
+    rounds: Counter[str] = field(default_factory=Counter)  # the number of the next one
     alone: Counter[str] = field(default_factory=Counter)  # agreements without a store
     refused: dict[str, _Round] = field(default_factory=dict)  # that the others do not know yet
     is_registered: bool = False
@@ -430,7 +430,7 @@ class _Round:
         digest = hashlib.sha256(self.entry.encode()).digest()
         self.digest = int.from_bytes(digest[:8], "big")
         self.policy = policy
-        self.number = self.memory.rounds.get(self.span, 0)
+        self.number = self.memory.rounds[self.span]
         digest_of_dead_process = self._arrival_of_dead_process()
         while True:
             self.phase = self._phase(self.number)
@@ -516,7 +516,7 @@ class _Round:
             self.memory.rounds[self.span] = self.number + 1
             self.memory.refused.pop(self.span, None)
         if not _is_agreement(outcome):
-            self.phase.leave_after_a_failure(self.store)
+            self.phase.leave_after_a_failure()
         return outcome
 
     def report(self) -> None:
@@ -623,9 +623,9 @@ class Phase:
         return self._tally & lowest_bits
 
     @property
-    def _patience(self) -> float:
-        """Seconds for ranks that are there: in a large world each looks at the store less often."""
-        return max(_SILENCE, 2 * interval(len(self.ranks)))
+    def _patience(self) -> timedelta:
+        """The time in which all ranks look that are there: in a large world each looks rarely."""
+        return max(_SILENCE, timedelta(seconds=4 * interval(len(self.ranks))))
 
     def all_equal(self, digest: int) -> bool:
         """Whether all ranks have arrived with this digest, as of this rank's arrival."""
@@ -674,7 +674,8 @@ class Phase:
         if calls_the_roll:  # then the verdict is this rank's
             # Closing has added as many arrivals as there are ranks.
             arrived = self._arrivals - len(self.ranks)
-            reports.wait_for_answers(self.store, arrived, self._patience)
+            with suppress(RuntimeError):  # one that arrived has ended
+                look_until(lambda: reports.answers(self.store) >= arrived or None, self._patience)
             for_verdict = timedelta(0)
         return self.first(
             keys.VERDICT,
@@ -716,7 +717,7 @@ class Phase:
         except RuntimeError:  # that rank has ended meanwhile
             return first_value(self.store, key, otherwise())
 
-    def fail(self, reason: str, timeout: timedelta, absent: str, default: Store) -> str:
+    def fail(self, reason: str, timeout: timedelta, absent: str) -> str:
         """Tell the others why this rank cannot go on; the error of the first rank that failed."""
         try:
             self.publish(reason, early=True)
@@ -725,7 +726,7 @@ class Phase:
             return "The store through which ranks agree is lost: what serves it has ended."
         except Exception:  # the failure itself is what the caller must see
             return reason
-        self.leave_after_a_failure(default, all_come=True)
+        self.leave_after_a_failure()
         return first
 
     def _count(self) -> int:
@@ -733,20 +734,16 @@ class Phase:
         self._tally = self.store.add(keys.ARRIVED, 0)
         return self._arrivals
 
-    def leave_after_a_failure(self, default: Store, all_come: bool = False) -> None:
-        """Wait, where this process serves the store, until the others have read it too.
+    def leave_after_a_failure(self) -> None:
+        """Wait, where this process serves the store, until the others have read it too."""
 
-        Those that have arrived; with ``all_come`` all ranks, which arrive when torch lets them.
-        """
-
-        def all_read() -> bool:
-            expected = self._count()
-            if expected > len(self.ranks):  # closed, which has added as many as there are ranks
-                expected -= len(self.ranks)
-            if all_come and not self._some_are_absent:
-                expected = len(self.ranks)
-            return self.store.add(keys.READ, 0) >= expected
+        def all_read() -> bool | None:
+            expected = len(self.ranks)
+            if self._some_are_absent:  # the roll call has added as many arrivals as there are ranks
+                expected = self._count() - len(self.ranks)
+            return self.store.add(keys.READ, 0) >= expected or None
 
         with suppress(RuntimeError):  # what has been read stands, also if the store is lost
             self.store.add(keys.READ, 1)
-            stay_until(all_read, default, self._patience)
+            if serves(self.store):
+                look_until(all_read, self._patience)

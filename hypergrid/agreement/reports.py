@@ -7,7 +7,6 @@ phase: its keys are there alone.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,16 +22,9 @@ def answer(store: Store, rank: int) -> None:
     append(store, keys.PRESENT, str(rank))
 
 
-def wait_for_answers(store: Store, expected: int, patience: float) -> None:
-    """Wait until ``expected`` ranks have answered, or none has for ``patience`` seconds."""
-    end = time.monotonic() + patience
-    answers = 1
-    while answers < expected and time.monotonic() < end:
-        time.sleep(0.1)
-        now_answered = len(lines(store, keys.PRESENT))
-        if now_answered > answers:
-            answers = now_answered
-            end = time.monotonic() + patience
+def answers(store: Store) -> int:
+    """How many ranks have answered."""
+    return len(lines(store, keys.PRESENT))
 
 
 def missing(store: Store, ranks: Sequence[int]) -> str:

@@ -339,7 +339,7 @@ def test_the_stores_connection_alone_gives_up_in_time_while_groups_are_made(rank
 
         def limits():
             limits_of_links = []
-            for link in (*connection._connections(store), client):
+            for link in (*connection.connections_to(store), client):
                 timeout = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
                 keeps_alive = link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 limits_of_links.append((timeout, keeps_alive, os.get_blocking(link.fileno())))
