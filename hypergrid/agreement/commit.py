@@ -138,7 +138,10 @@ def prepare(
         if refused is not None:  # the other ranks do not know it yet: this call is theirs
             refused.outcome(timeout)
         round_.arrive({**proposal, **asdict(policy), "hypergrid": __version__}, abilities, policy)
-        agreement = _agreement_of(round_.outcome(timeout))
+        outcome = round_.outcome(timeout)
+        if not _is_agreement(outcome):
+            raise AgreementError(outcome)
+        agreement = Agreement(**json.loads(outcome))
         _log.info(
             "%s: ranks %s agreed in %.3f s, epoch %s, created by %s",
             call,
@@ -410,10 +413,6 @@ class _Round:
         # Says for each rank where it arrived last: window, round, digest.
         self._arrival_key = f"hypergrid/at/{self.rank}"
 
-    @property
-    def epoch(self) -> str:
-        return f"{self.span}/{self.number}"
-
     def _phase(self, number: int) -> Phase:
         store = PrefixStore(f"{number}/prepare", self.window_store)
         begin_next_round = functools.partial(self.window_store.add, "round", 1)
@@ -448,7 +447,7 @@ class _Round:
             outcome = keys.COMPARE
             if self.phase.all_equal(self.digest) and "refused" not in proposal:
                 # All have the abilities and the policy of this rank.
-                outcome = _chosen(self.epoch, policy, [abilities])
+                outcome = self._choose([abilities])
             self.phase.publish(outcome)
 
     def _arrival_of_dead_process(self) -> dict[int, int]:
@@ -540,27 +539,19 @@ class _Round:
                 f"{reports.missing(store, self.ranks)} did not say within {_FOR_VERDICT} what they "
                 f"propose, where ranks {self.span} differ. Look at their logs."
             )
-        abilities = [Abilities(**entry.abilities) for entry in reported]
-        return _chosen(self.epoch, self.policy, abilities)
+        return self._choose([Abilities(**entry.abilities) for entry in reported])
 
-
-def _chosen(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> str:
-    """The outcome of a round in which all propose the same: the agreement as JSON, or an error."""
-    try:
-        agreement = choose(epoch, policy, abilities)
-    except AgreementError as error:
-        return str(error)
-    return json.dumps(asdict(agreement))
+    def _choose(self, abilities: Sequence[Abilities]) -> str:
+        """The outcome where all propose the same: the agreement as JSON, or an error."""
+        try:
+            agreement = choose(f"{self.span}/{self.number}", self.policy, abilities)
+        except AgreementError as error:
+            return str(error)
+        return json.dumps(asdict(agreement))
 
 
 def _is_agreement(outcome: str) -> bool:
     return outcome.startswith("{")  # no error does
-
-
-def _agreement_of(outcome: str) -> Agreement:
-    if not _is_agreement(outcome):
-        raise AgreementError(outcome)
-    return Agreement(**json.loads(outcome))
 
 
 @dataclass
@@ -674,8 +665,12 @@ class Phase:
         if calls_the_roll:  # then the verdict is this rank's
             # Closing has added as many arrivals as there are ranks.
             arrived = self._arrivals - len(self.ranks)
+
+            def all_have_answered() -> bool | None:
+                return len(lines(self.store, keys.PRESENT)) >= arrived or None
+
             with suppress(RuntimeError):  # one that arrived has ended
-                look_until(lambda: reports.answers(self.store) >= arrived or None, self._patience)
+                look_until(all_have_answered, self._patience)
             for_verdict = timedelta(0)
         return self.first(
             keys.VERDICT,

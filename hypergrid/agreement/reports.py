@@ -22,11 +22,6 @@ def answer(store: Store, rank: int) -> None:
     append(store, keys.PRESENT, str(rank))
 
 
-def answers(store: Store) -> int:
-    """How many ranks have answered."""
-    return len(lines(store, keys.PRESENT))
-
-
 def missing(store: Store, ranks: Sequence[int]) -> str:
     """In words, which of ``ranks`` did not answer."""
     present = set(map(int, lines(store, keys.PRESENT)))
@@ -80,6 +75,8 @@ def difference(reported: Sequence[Entry], span: str) -> str:
                 f"rank {entry.rank} refused its arguments, so no rank of {span} created a group: "
                 f"{entry.proposal['refused']}"
             )
+    if not reported:  # one that has reported ended before it had written its entry
+        return ""
     first = min(reported, key=lambda entry: entry.rank)
     differing = [entry for entry in reported if entry.proposal != first.proposal]
     if not differing:

@@ -28,6 +28,7 @@ from hypergrid.agreement.store import (
     look_beside,
 )
 from hypergrid.layout import span_of
+from hypergrid.messages import one_line
 
 _WARNS_AFTER = (10.0, 30.0, 60.0)  # seconds of waiting
 _WARNS_EACH = 300.0  # further seconds
@@ -116,7 +117,7 @@ class Watch:
             return
         if label != self._written_label:
             self._written_label = label
-            place = [self.rank, to_the_store(self.store), label]
+            place = [self.rank, to_the_store(self.store), one_line(label)]
             append(self.store, keys.PLACES, json.dumps(place))
         if waited >= self._next_search:
             self._next_search = waited + _SEARCH_PERIOD

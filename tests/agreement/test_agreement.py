@@ -149,7 +149,7 @@ def test_a_process_in_the_place_of_the_last_that_arrived_finds_its_round_decided
     store = dist.HashStore()
     ranks = [Rank(store, rank, 3).arrive() for rank in range(3)]
     assert {rank.outcome() for rank in ranks} == {"0..2/0"}
-    assert Rank(store, 2, 3).arrive().round.epoch == "0..2/1"
+    assert Rank(store, 2, 3).arrive().round.number == 1
 
 
 def test_where_the_rank_that_closed_a_phase_ended_before_it_said_why_all_others_say_so():
