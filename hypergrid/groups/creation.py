@@ -2,6 +2,7 @@
 
 And the rules of gloo, NCCL, fake and torchcomms: who takes part in a new group, when it connects.
 Decided by what torch would create and not by names: from torch 2.15 on "nccl" is another class.
+A lazy group is one whose members connect on first use.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -56,7 +57,8 @@ def named_groups(label: str, ranks_of: Mapping[str, Ranks], epoch: str) -> list[
     ``ranks_of`` has their ranks by the names that ``by_members`` is called with.
     """
     names = set()
-    labels_in_world = [_label_in_world(label, number) for number in range(len(ranks_of))]
+    # ``by_world`` numbers groups of equal ranks, of which this rank is in all.
+    labels_in_world = [f"{label}#{number}" for number in range(len(ranks_of))]
     for name, ranks in ranks_of.items():
         for group_label in [name, *labels_in_world]:
             names.add(str(group_name(group_label, ranks, epoch)))
@@ -64,16 +66,7 @@ def named_groups(label: str, ranks_of: Mapping[str, Ranks], epoch: str) -> list[
     return [group for group, name in registered.items() if name in names]
 
 
-def _label_in_world(label: str, number: int) -> str:
-    """The label in the name of a group that ``by_world`` creates.
-
-    ``number`` tells groups of equal ranks apart: it counts those that are created before.
-    """
-    return f"{label}#{number}"
-
-
-@contextmanager
-def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
+def named_from(label: str, ranks: Ranks, epoch: str) -> AbstractContextManager[None]:
     """Groups that are created inside have names that count up from this one's.
 
     Each has its own name, equal on every rank that makes the same calls inside.
@@ -81,26 +74,26 @@ def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
     number = None
     if of_torch.has("names"):
         number = group_name(label, ranks, epoch)
-    with of_torch.numbered(number):
-        yield
+    return of_torch.numbered(number)
 
 
 def by_members(
-    label: str, ranks: Ranks, epoch: str, waits: bool = False, **options: Any
+    label: str, ranks: Ranks, epoch: str, lazy: bool = False, **options: Any
 ) -> ProcessGroup:
     """Create the group of ``ranks``. *Collective* over these ranks and no others.
 
-    ``options`` are those of ``torch.distributed.new_group``. With ``waits`` the group connects on
-    first use if its backend can; so it does where torch would split it off the default group, with
-    all ranks. A group of one rank connects on first use wherever torch connects when it splits.
+    ``options`` are those of ``torch.distributed.new_group``. With ``lazy`` the group is lazy if its
+    backend can be; so it is where torch would split it off the default group, with all ranks. A
+    group of one rank is lazy wherever torch connects when it splits.
     """
     backend = options.get("backend")
     alone = len(ranks) == 1
     would_split = bound_to(backend) is not None
-    may_wait = can_wait(backend)
-    if may_wait or not (alone and would_split):  # the usual way
-        lazily = may_wait and (waits or would_split or alone)
-        return _new_group(label, ranks, epoch, options, lazily)
+    if can_be_lazy(backend):
+        return _new_group(label, ranks, epoch, options, lazy or would_split or alone)
+    if not (alone and would_split):
+        return _new_group(label, ranks, epoch, options)
+    # Torch would split it with all ranks, unless the default group is bound to no device.
     with of_torch.unbound():
         group = _new_group(label, ranks, epoch, options)
     of_torch.bind(group)
@@ -122,9 +115,12 @@ def by_world(
     equal_before = Counter[tuple[int, ...]]()  # by ranks
     for together in _rounds(way, groups):
         groups_of_rank = [ranks for ranks in together if rank in ranks]
-        ranks = [*groups_of_rank, *together][0]
+        ranks = together[0]
+        if groups_of_rank:
+            ranks = groups_of_rank[0]
+        # Two rounds may have groups of equal ranks, which need different names.
         number = equal_before[tuple(ranks)]
-        group = _new_group(_label_in_world(label, number), ranks, epoch, options)
+        group = _new_group(f"{label}#{number}", ranks, epoch, options)
         if groups_of_rank:
             created.append(group)
         equal_before.update(map(tuple, together))
@@ -161,11 +157,11 @@ def _rounds(way: str, groups: Sequence[Ranks]) -> list[list[Ranks]]:
 
 
 def _new_group(
-    label: str, ranks: Ranks, epoch: str, options: dict[str, Any], lazily: bool = False
+    label: str, ranks: Ranks, epoch: str, options: dict[str, Any], lazy: bool = False
 ) -> ProcessGroup:
     """Torch's ``new_group`` under our name; ``NOT_A_MEMBER`` on a rank outside of ``ranks``."""
     options = copied_options(options)
-    if lazily:
+    if lazy:
         if options["pg_options"] is None:
             options["pg_options"] = of_torch.nccl_options()
         options["pg_options"].lazy_init = True
@@ -194,15 +190,12 @@ def copied_options(options: dict[str, Any]) -> dict[str, Any]:
     default group every group is fake, as its store connects no ranks; outside code that has
     replaced ``new_group`` sees the backend that was asked for.
     """
-    options = dict(options)
+    options = {"pg_options": None, **options}
     asked_of_torch = options.get("backend") is not None and not is_replaced(dist.new_group)
     if asked_of_torch and dist.get_backend() == "fake":
         options["backend"] = "fake"
-    pg_options = options.get("pg_options")
-    try:
-        options["pg_options"] = copy.deepcopy(pg_options)
-    except TypeError:
-        options["pg_options"] = pg_options
+    with suppress(TypeError):
+        options["pg_options"] = copy.deepcopy(options["pg_options"])
     return options
 
 
@@ -217,27 +210,36 @@ def is_replaced(function: object) -> bool:
 
 
 def abilities(policy: Policy = _DEFAULTS) -> Abilities:
-    """The ways that torch, its default group and the environment allow for this ``policy``.
-
-    A group that torch would split off a bound default group is created by its members if it may
-    connect on first use.
-    """
+    """The ways that torch, its default group and the environment allow for this ``policy``."""
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
-    obstacle = _obstacle()
+    return Abilities(
+        obstacle=_obstacle(),
+        bound=_why_bound(policy),
+        can_connect_lazily=of_torch.has("gloo") and not of_torch.torchcomms(),
+    )
+
+
+def _why_bound(policy: Policy) -> str | None:
+    """Why members alone cannot create a group that torch splits; None if they can.
+
+    They can where the default group is bound to no device, or where the group is lazy.
+    """
     device = bound_to()
-    can_connect_lazily = of_torch.has("gloo") and not of_torch.torchcomms()
-    reason = None
-    if device is not None:
-        may_wait = can_wait()
-        eager_members = policy.connect == "eager" and policy.creation == "members"
-        if not may_wait or not (policy.connect == "lazy" or eager_members):
-            hint = "; with connect='lazy' members create alone" if may_wait else ""
-            reason = (  # the same text on every rank
-                f"the default group is bound to a {device} device (init_process_group(device_id="
-                f"...), and torch 2.15 by itself), and its splits want every rank{hint}"
-            )
-    return Abilities(obstacle, reason, can_connect_lazily)
+    if device is None:
+        return None
+    hint = ""
+    if can_be_lazy():
+        if policy.connect == "lazy":
+            return None
+        # Such a group is lazy too, and is connected right after it is created.
+        if policy.connect == "eager" and policy.creation == "members":
+            return None
+        hint = "; with connect='lazy' members create alone"
+    return (  # the same text on every rank
+        f"the default group is bound to a {device} device (init_process_group(device_id=...), and "
+        f"torch 2.15 by itself), and its splits want every rank{hint}"
+    )
 
 
 def _obstacle() -> str | None:
@@ -281,9 +283,9 @@ def way_of(agreement: Agreement, backend: str | None, members: int) -> str:
 
 def devices_of(backend: str | None) -> dict[str, str]:
     """The backends of a group by type of device, in lower case; None is the default group's."""
-    if not backend and not dist.is_initialized():
-        return {}  # of a world that is only told
     if not backend:
+        if not dist.is_initialized():
+            return {}  # of a world that is only told
         backend = of_torch.backend_of(of_torch.default_group())
     return of_torch.devices_of(backend)
 
@@ -338,15 +340,15 @@ def bound_to(backend: str | None = None) -> str | None:
     return device.type
 
 
-def can_wait(backend: str | None = None) -> bool:
-    """Whether NCCL's part of a group of ``backend`` connects on first use, if its options ask.
+def can_be_lazy(backend: str | None = None) -> bool:
+    """Whether NCCL's part of a group of ``backend`` is lazy, if its options ask.
 
     Torch then does not split it off a bound default group, so that its members alone create it.
     """
     return any(map(of_torch.waits_if_asked, devices_of(backend).values()))
 
 
-def connects_later(group: ProcessGroup) -> bool:
+def is_lazy(group: ProcessGroup) -> bool:
     """Whether the members of ``group`` connect on first use."""
     if group.size() == 1:
         return False

@@ -285,7 +285,7 @@ class GroupPool:
         """
         agreement = self.agreement
         backend = options.get("backend")
-        waits = self.policy.connect == "lazy"
+        lazy = self.policy.connect == "lazy"
         way = way_of_one_rank = creation.way_of(agreement, backend, dist.get_world_size())
         if way != "members":  # a rank may create a group of its own without the others
             way_of_one_rank = creation.way_of(agreement, backend, 1)
@@ -310,7 +310,7 @@ class GroupPool:
                 if owner is not self:
                     shares = f"{shares} of an earlier {owner.owner}"
             elif is_by_members(ranks):
-                group = creation.by_members(name, ranks, agreement.epoch, waits, **options)
+                group = creation.by_members(name, ranks, agreement.epoch, lazy, **options)
             else:
                 # by_world returns this rank's groups in the order of ranks_of.
                 group = of_this_rank.pop(0)
@@ -357,7 +357,7 @@ class GroupPool:
         # A wrapper by outside code is none of torch's groups.
         if self.policy.connect != "eager" or not of_torch.is_registered(pooled.group):
             return
-        if not creation.connects_later(pooled.group):
+        if not creation.is_lazy(pooled.group):
             return
         backend = dist.get_backend(pooled.group)
         try:
