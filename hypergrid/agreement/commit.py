@@ -128,8 +128,7 @@ def prepare(
     """
     memory = _memory()
     if store is None:
-        epoch = f"{span_of(ranks)}/alone/{memory.count_alone(ranks)}"
-        return choose(epoch, policy, [abilities])
+        return choose(memory.epoch_alone(ranks), policy, [abilities])
     timeout = _bounded(timeout)
     begin = time.monotonic()
     round_ = _Round(store, ranks, memory, life, call)
@@ -354,7 +353,7 @@ def _tell(
     memory = _memory()
     if store is None:
         # The others, who cannot be told and try what is refused, count this call too.
-        memory.count_alone(ranks)
+        memory.epoch_alone(ranks)
         return None
     round_ = _Round(store, ranks, memory, life)
     if round_.span not in memory.refused:
@@ -371,15 +370,14 @@ class _Memory:
     """The rounds of this process under one default group, by window."""
 
     rounds: Counter[str] = field(default_factory=Counter)  # the number of the next one
-    alone: Counter[str] = field(default_factory=Counter)  # agreements without a store
     refused: dict[str, _Round] = field(default_factory=dict)  # that the others do not know yet
     is_registered: bool = False
 
-    def count_alone(self, ranks: Sequence[int]) -> int:
-        """The number of agreements of ``ranks`` without a store, with this one."""
+    def epoch_alone(self, ranks: Sequence[int]) -> str:
+        """The epoch of the next agreement of ``ranks`` without a store."""
         span = span_of(ranks)
-        self.alone[span] += 1
-        return self.alone[span]
+        self.rounds[span] += 1
+        return f"{span}/alone/{self.rounds[span]}"
 
 
 # A new default group starts with an empty one again, as a restarted process does: without a store
@@ -576,6 +574,7 @@ class Phase:
     label: str = ""
     is_known_to_wait: bool = False
     _tally: int = 0
+    _has_arrived: bool = False
     _some_are_absent: bool = False
 
     def __post_init__(self) -> None:
@@ -585,6 +584,7 @@ class Phase:
         # 52 bits of each digest are added, whose sum has 56.
         count_bits = len(self.ranks).bit_length()
         self._shift = count_bits + 2
+        self._arrivals_mask = (1 << self._shift) - 1
         self._modulus = 1 << (62 - self._shift - count_bits)
 
     def arrive(self, digest: int = 0, replaced_digest: int | None = None) -> int:
@@ -598,20 +598,16 @@ class Phase:
         else:
             amount -= self._share_of_sum(replaced_digest)  # the dead process has been counted
         self._tally = self.store.add(keys.ARRIVED, amount)
-        _log.debug("%s: %d of %d ranks have arrived", self.call, self._arrivals, len(self.ranks))
-        if self._arrivals > len(self.ranks):  # closed: nobody is to wait for this rank to read it
+        arrivals = self._tally & self._arrivals_mask
+        _log.debug("%s: %d of %d ranks have arrived", self.call, arrivals, len(self.ranks))
+        self._has_arrived = arrivals <= len(self.ranks)
+        if not self._has_arrived:  # closed: nobody is to wait for this rank to read it
             self.store.add(keys.ARRIVED, -amount)
-        return self._arrivals
+        return arrivals
 
     def _share_of_sum(self, digest: int) -> int:
         """A digest, cut to the bits above those that count arrivals."""
         return digest % self._modulus << self._shift
-
-    @property
-    def _arrivals(self) -> int:
-        """How many ranks have arrived: the lowest bits."""
-        lowest_bits = (1 << self._shift) - 1
-        return self._tally & lowest_bits
 
     @property
     def _patience(self) -> timedelta:
@@ -623,19 +619,18 @@ class Phase:
         sum_of_digests = self._tally >> self._shift
         return sum_of_digests == digest % self._modulus * len(self.ranks)
 
-    def publish(self, outcome: str, early: bool = False) -> bool:
-        """Close the phase with this outcome; False if a rank has closed it before.
+    def publish(self, outcome: str, early: bool = False) -> None:
+        """Close the phase with this outcome, unless a rank has closed it before.
 
         ``early``: ranks that come later find it closed.
         """
         if self.store.add(keys.CLOSED, 1) > 1:
-            return False
+            return
         if early:
-            self._tally = self.store.add(keys.ARRIVED, len(self.ranks))
+            self.store.add(keys.ARRIVED, len(self.ranks))
         self.closing()
         first_value(self.store, keys.OUTCOME, outcome)
         _log.debug("%s: published the outcome %s", self.call, outcome)
-        return True
 
     def published(self) -> str | None:
         """The outcome, None while there is none."""
@@ -647,11 +642,10 @@ class Phase:
         ``absent`` is the end of the error if ranks are missing: "did not arrive within 1 minute."
         """
         self.timeout = timeout
-        calls_the_roll = False
         try:
             outcome = look_until(self.look, timeout, len(self.ranks))
         except RuntimeError:
-            calls_the_roll = self.publish(keys.ROLL_CALL, early=True)
+            self.publish(keys.ROLL_CALL, early=True)
             outcome = self.first(
                 keys.OUTCOME,
                 _FOR_OUTCOME,
@@ -661,20 +655,15 @@ class Phase:
             return outcome
         self._some_are_absent = True
         reports.answer(self.store, self.rank)
-        for_verdict = _FOR_VERDICT
-        if calls_the_roll:  # then the verdict is this rank's
-            # Closing has added as many arrivals as there are ranks.
-            arrived = self._arrivals - len(self.ranks)
-
-            def all_have_answered() -> bool | None:
-                return len(lines(self.store, keys.PRESENT)) >= arrived or None
-
-            with suppress(RuntimeError):  # one that arrived has ended
-                look_until(all_have_answered, self._patience)
-            for_verdict = timedelta(0)
+        patience = self._patience
+        # Only those that have arrived are counted: a rank that fails answers too.
+        if self._has_arrived:
+            answers = self.store.add(keys.REPORTED, 1)
+            if answers == self._arrivals_when_closed():
+                patience = timedelta(0)  # no further rank will answer
         return self.first(
             keys.VERDICT,
-            for_verdict,
+            patience,
             lambda: f"{reports.missing(self.store, self.ranks)} {absent}",
         )
 
@@ -726,16 +715,19 @@ class Phase:
 
     def _count(self) -> int:
         """How many ranks have arrived by now."""
-        self._tally = self.store.add(keys.ARRIVED, 0)
-        return self._arrivals
+        return self.store.add(keys.ARRIVED, 0) & self._arrivals_mask
+
+    def _arrivals_when_closed(self) -> int:
+        """How many had arrived when a rank called the roll, which has added as many as all are."""
+        return self._count() - len(self.ranks)
 
     def leave_after_a_failure(self) -> None:
         """Wait, where this process serves the store, until the others have read it too."""
 
         def all_read() -> bool | None:
             expected = len(self.ranks)
-            if self._some_are_absent:  # the roll call has added as many arrivals as there are ranks
-                expected = self._count() - len(self.ranks)
+            if self._some_are_absent:
+                expected = self._arrivals_when_closed()
             return self.store.add(keys.READ, 0) >= expected or None
 
         with suppress(RuntimeError):  # what has been read stands, also if the store is lost

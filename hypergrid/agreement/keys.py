@@ -13,8 +13,8 @@ an agreement as JSON   the last rank to arrive in phase 1,       each rank creat
                        where proposals or abilities differ, or   ``ENTRIES``, and the last one gives
                        one refuses                               the ``VERDICT``
 ``ROLL_CALL``          a rank whose timeout is over, while       each rank that is there answers in
-                       ranks are missing                         ``PRESENT``, and the rank that
-                                                                 called gives the ``VERDICT``
+                       ranks are missing                         ``PRESENT``, and the last one gives
+                                                                 the ``VERDICT``
 any other text         a rank that fails, is aborted, or finds   it is the error of each rank, which
                        a process that has ended or a window      rolls back what it has
                        that overlaps
@@ -28,7 +28,7 @@ rank that should set an outcome or a verdict has ended, the others do, and the f
 # Numbers, to which each rank adds.
 ARRIVED = "arrived"  # one for each rank that arrives, and above these bits the sum of their digests
 CLOSED = "closed"  # the rank that adds the first one sets the outcome
-REPORTED = "reported"  # the ranks that have reported; the last one gives the verdict
+REPORTED = "reported"  # ranks that have reported or answered; the last one gives the verdict
 READ = "read"  # the ranks that know of a failure; who serves the store stays until all do
 
 # Texts, of which the first holds.

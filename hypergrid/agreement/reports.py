@@ -24,12 +24,14 @@ def answer(store: Store, rank: int) -> None:
 
 def missing(store: Store, ranks: Sequence[int]) -> str:
     """In words, which of ``ranks`` did not answer."""
-    present = set(map(int, lines(store, keys.PRESENT)))
+    present = {int(rank) for rank in lines(store, keys.PRESENT)}
     absent = [rank for rank in ranks if rank not in present]
+    world = len(ranks)
     if not absent:
-        return f"one of {len(ranks)} ranks, which has arrived since,"
+        return f"one of {world} ranks, which has arrived since,"
+    number = len(absent)
     names = few(absent)
-    return f"{len(absent)} of {len(ranks)} ranks ({names})"
+    return f"{number} of {world} ranks ({names})"
 
 
 class Entry(NamedTuple):
@@ -69,13 +71,16 @@ def difference(reported: Sequence[Entry], span: str) -> str:
 
     Empty if all proposals are equal.
     """
+    # A refusal says why, where the other proposals only differ from it.
     for entry in reported:
-        if "refused" in entry.proposal:
+        reason = entry.proposal.get("refused")
+        if reason is not None:
             return (
                 f"rank {entry.rank} refused its arguments, so no rank of {span} created a group: "
-                f"{entry.proposal['refused']}"
+                f"{reason}"
             )
-    if not reported:  # one that has reported ended before it had written its entry
+    # The only rank that was to write an entry may have ended before.
+    if not reported:
         return ""
     first = min(reported, key=lambda entry: entry.rank)
     differing = [entry for entry in reported if entry.proposal != first.proposal]
@@ -84,21 +89,27 @@ def difference(reported: Sequence[Entry], span: str) -> str:
     # Where 7 ranks say tp=2 and rank 5 says tp=4, rank 5 is the one to look at.
     rarest = min(differing, key=lambda entry: (entry.ranks, entry.rank))
     where = f"rank {rarest.rank}"
-    if rarest.ranks > 1:
-        where += f" (and {rarest.ranks - 1} more)"
+    others = rarest.ranks - 1
+    if others:
+        where += f" (and {others} more)"
     fields = {}
-    for name in sorted(first.proposal.keys() | rarest.proposal.keys()):
+    names = first.proposal.keys() | rarest.proposal.keys()
+    for name in sorted(names):
         rare = rarest.proposal.get(name)
         usual = first.proposal.get(name)
-        if rare != usual:
-            rare, usual = shown_apart(rare, usual)
-            on_rarest = f"{rare} on {where}"
-            fields[name] = f"{name} is {on_rarest} and {usual} on rank {first.rank}"
-    if len(fields) > 1:  # the plan's digest says less than other fields
+        if rare == usual:
+            continue
+        rare, usual = shown_apart(rare, usual)
+        on_rarest = f"{rare} on {where}"
+        on_first = f"{usual} on rank {first.rank}"
+        fields[name] = f"{name} is {on_rarest} and {on_first}"
+    # The digest of the plan differs too, and says less than any other field.
+    if len(fields) > 1:
         fields.pop("plan", None)
+    differences = "; ".join(fields.values())
     return (
-        f"ranks {span} were asked for different groups: {'; '.join(fields.values())}. "
-        f"Start all of them with the same arguments. No group was created."
+        f"ranks {span} were asked for different groups: {differences}. Start all of them with the "
+        f"same arguments. No group was created."
     )
 
 
