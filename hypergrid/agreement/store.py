@@ -155,12 +155,12 @@ def look_beside(look: Callable[[], object]) -> Iterator[None]:
 
 
 def forget(store: Any, *keys: str) -> None:
-    """Delete keys, and what was appended, if the store can: that of torchelastic in etcd cannot."""
+    """Delete keys, if the store can: that of torchelastic in etcd cannot.
+
+    Lines in a store that does not append stay, each under a key of its own.
+    """
     with suppress(RuntimeError):
         for key in keys:
-            if not store.has_extended_api():
-                for other_key in (*_line_keys(store, key), f"{key}/lines", f"{key}/set"):
-                    store.delete_key(other_key)
             store.delete_key(key)
 
 
@@ -198,15 +198,11 @@ def append(store: Any, key: str, line: str) -> None:
 
 def lines(store: Any, key: str) -> list[str]:
     """The lines that have been appended so far."""
-    if not store.has_extended_api():
-        return [store.get(line_key).decode() for line_key in _line_keys(store, key)]
-    text = peek(store, key) or ""
-    return text.splitlines()
-
-
-def _line_keys(store: Store, key: str) -> list[str]:
+    if store.has_extended_api():
+        text = peek(store, key) or ""
+        return text.splitlines()
     count = store.add(f"{key}/lines", 0)
-    return [f"{key}/{number}" for number in range(1, count + 1)]
+    return [store.get(f"{key}/{number}").decode() for number in range(1, count + 1)]
 
 
 def another_connection(store: Any) -> Store:
