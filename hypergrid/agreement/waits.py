@@ -122,13 +122,17 @@ class Watch:
         if waited >= self._next_search:
             self._next_search = waited + _SEARCH_PERIOD
             self._search()
+        # Shortly before a warning is due ranks claim it, one after the other: a rank that sees the
+        # claim of a lower one leaves it to that.
         position = self.ranks.index(self.rank) / len(self.ranks)
-        claims = _due(waited + _CLAIMS_BEFORE - position * _CLAIMS_WITHIN)
+        until_claim = _CLAIMS_BEFORE - position * _CLAIMS_WITHIN
+        claims = _due(waited + until_claim)
         if claims > self._claims:
             self._claims = claims
             self._has_claimed = not self._a_lower_rank_claims()
             if self._has_claimed:
                 append(self.store, keys.CLAIMS, str(self.rank))
+        # Lower ranks may have claimed it since.
         warnings = _due(waited)
         if warnings > self._warnings:
             self._warnings = warnings
@@ -175,7 +179,8 @@ class Watch:
         arrived = self.arrived()
         waited = f"rank {self.rank} has waited {self.waited:.0f} s"
         if self.timeout is not None:
-            waited += f" of {self.timeout.total_seconds():.0f} s"
+            limit = self.timeout.total_seconds()
+            waited += f" of {limit:.0f} s"
         ranks_at = defaultdict[str | None, list[int]](list)
         for rank in self.ranks:
             label = place_of[rank].label if rank in place_of else None
@@ -188,10 +193,9 @@ class Watch:
             # Else the others of the silent ones have arrived a moment ago.
             number = "" if missing == len(silent) else f"{missing} of "
             parts.append(f"missing: {number}{_spans(silent)}")
-        return (
-            f"{waited} in {self.call}: {arrived} of {len(self.ranks)} ranks {self.done}, "
-            f"{'; '.join(parts) or 'the last a moment ago'}"
-        )
+        others = "; ".join(parts) or "the last a moment ago"
+        done = f"{arrived} of {len(self.ranks)} ranks {self.done}"
+        return f"{waited} in {self.call}: {done}, {others}"
 
 
 def _due(waited: float) -> int:

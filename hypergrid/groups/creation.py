@@ -43,6 +43,7 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     Of ranks (2, 3), the label "TENSOR" and the epoch "0..3/0", the first of ranks 0 to 3, each
     member computes the same name by itself.
     """
+    # Without the ranks, of which there may be many: these follow as bytes, not as text.
     head = f"{label}|{epoch}|".encode()
     digest = hashlib.blake2b(head, digest_size=16)
     # As bytes of one order: ranks on hosts of different kinds must agree on the name.
@@ -61,7 +62,8 @@ def named_groups(label: str, ranks_of: Mapping[str, Ranks], epoch: str) -> list[
     labels_in_world = [f"{label}#{number}" for number in range(len(ranks_of))]
     for name, ranks in ranks_of.items():
         for group_label in [name, *labels_in_world]:
-            names.add(str(group_name(group_label, ranks, epoch)))
+            number = group_name(group_label, ranks, epoch)
+            names.add(str(number))
     registered = of_torch.registered_groups()
     return [group for group, name in registered.items() if name in names]
 
@@ -90,10 +92,12 @@ def by_members(
     alone = len(ranks) == 1
     would_split = bound_to(backend) is not None
     if can_be_lazy(backend):
-        return _new_group(label, ranks, epoch, options, lazy or would_split or alone)
-    if not (alone and would_split):
+        lazy = lazy or would_split or alone
+        return _new_group(label, ranks, epoch, options, lazy)
+    if not alone or not would_split:
         return _new_group(label, ranks, epoch, options)
-    # Torch would split it with all ranks, unless the default group is bound to no device.
+    # Torch would split a group of one rank off with all ranks, unless the default group is bound to
+    # no device meanwhile.
     with of_torch.unbound():
         group = _new_group(label, ranks, epoch, options)
     of_torch.bind(group)
@@ -146,6 +150,7 @@ def _rounds(way: str, groups: Sequence[Ranks]) -> list[list[Ranks]]:
             or color in used_colors
             or not used_ranks.isdisjoint(ranks)
         )
+        # Where every rank creates each group, each is a round.
         if begins_a_round:
             rounds.append([])
             used_ranks.clear()
@@ -175,8 +180,10 @@ def _new_group(
             let_waiting_ranks_fail_first(missing, error.timeout)
             raise RuntimeError(f"ranks {span_of(missing)} {NO_ADDRESS}.") from error
         except RuntimeError:
-            # A dry run in which outside code has replaced new_group.
-            if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
+            # A dry run in which outside code has replaced new_group, and has called torch's with a
+            # backend that the store of a fake default group cannot connect.
+            is_fake = options.get("backend") in (None, "fake")
+            if is_fake or dist.get_backend() != "fake":
                 raise
             options["backend"] = "fake"
             group = dist.new_group(list(ranks), **options)
@@ -186,14 +193,16 @@ def _new_group(
 def copied_options(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` with a copy of the backend options: torch writes the group's name into them.
 
-    Those that cannot be copied are gloo's, which torch does not read. In a dry run on a fake
+    Torch does not read those of gloo, which cannot be copied. In a dry run on a fake
     default group every group is fake, as its store connects no ranks; outside code that has
     replaced ``new_group`` sees the backend that was asked for.
     """
     options = {"pg_options": None, **options}
+    # None is the default group's backend, which is fake too.
     asked_of_torch = options.get("backend") is not None and not is_replaced(dist.new_group)
     if asked_of_torch and dist.get_backend() == "fake":
         options["backend"] = "fake"
+    # Gloo's cannot be copied.
     with suppress(TypeError):
         options["pg_options"] = copy.deepcopy(options["pg_options"])
     return options
@@ -334,8 +343,11 @@ def bound_to(backend: str | None = None) -> str | None:
     device = of_torch.bound_device(of_torch.default_group())
     if device is None:
         return None
-    # Bound to that of a backend that torch splits, and the group has another one: it is not split.
-    if not _splits(device.type) or not is_split(backend):
+    # The default group is gloo's on this device, or torchcomms'.
+    if not _splits(device.type):
+        return None
+    # The group has another backend there: torch creates it anew.
+    if not is_split(backend):
         return None
     return device.type
 
@@ -365,8 +377,9 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
 
     Raises RuntimeError if it fails or exceeds ``timeout``; the barrier may then still run.
     """
+    # NCCL's barrier needs a device, and the thread below has no current one.
     device_ids = None
-    device = of_torch.bound_device(group)  # a thread of its own has no current device
+    device = of_torch.bound_device(group)
     if device is not None:
         device_ids = [device.index]
     elif torch.accelerator.is_available():
@@ -380,7 +393,8 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
         except BaseException as error:
             failures.append(error)
 
-    # NCCL waits without a limit for a member that is missing.
+    # In a thread, which is left alone after the timeout: NCCL waits without a limit for a member
+    # that is missing.
     name = f"connecting {group.group_name}"
     thread = threading.Thread(target=barrier, name=name, daemon=True)
     thread.start()
@@ -410,4 +424,5 @@ def creation_timeout(
         timeout = min(timeout, limit)
     # Of 60 seconds 12, of 5 seconds 2.
     least = min(timeout, timedelta(seconds=2))
-    return max(timeout / 5, least)
+    for_gloo = timeout / 5
+    return max(for_gloo, least)
