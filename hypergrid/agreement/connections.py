@@ -64,6 +64,7 @@ def _established(rows: Iterable[str], family: int, served_port: int) -> set[str]
         # Words of four bytes, each written as a number of this machine.
         big_endian = np.frombuffer(bytes.fromhex(address), ">u4")
         packed = big_endian.astype("=u4").tobytes()
-        host = socket.inet_ntop(family, packed)
-        ends.add(f"{plain(host)}:{int(port, 16)}")
+        host = plain(socket.inet_ntop(family, packed))
+        port_number = int(port, 16)
+        ends.add(f"{host}:{port_number}")
     return ends

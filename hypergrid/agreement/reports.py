@@ -83,6 +83,7 @@ def difference(reported: Sequence[Entry], span: str) -> str:
     if not reported:
         return ""
     first = min(reported, key=lambda entry: entry.rank)
+    # The others may have equal proposals, and other abilities.
     differing = [entry for entry in reported if entry.proposal != first.proposal]
     if not differing:
         return ""
