@@ -185,6 +185,19 @@ def test_an_interrupt_that_comes_when_torch_alone_has_a_group_leaves_none(rank):
     assert total(grid.create_pg("dp")) == 2
 
 
+@on_ranks(2)
+def test_an_interrupt_that_comes_when_all_ranks_have_their_groups_leaves_none(rank):
+    grid = HyperCommGrid([2], ["dp"])
+    before = open_groups()
+    with (
+        mock.patch("hypergrid.agreement.commit._tell_untold", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        grid.create_pg("dp")
+    grid.destroy(abort=True)
+    assert open_groups() == before
+
+
 @pytest.mark.parametrize("stdout", ["closed", "full", "in ASCII"])
 @on_ranks(2)
 def test_a_report_that_cannot_be_printed_is_a_warning_and_all_keep_their_groups(rank, stdout):
