@@ -402,7 +402,6 @@ class _Round:
     memory: _Memory
     life: int | None = None
     call: str = "creating groups"
-    has_reported: bool = False
 
     def __post_init__(self) -> None:
         self.rank = dist.get_rank()
@@ -518,9 +517,9 @@ class _Round:
 
     def report(self) -> None:
         """Report in full, once, what this rank arrived with; the last one gives the verdict."""
-        if self.has_reported:
+        if self.phase.has_reported:
             return
-        self.has_reported = True
+        self.phase.has_reported = True
         is_first = self.rank == self.ranks[0]
         count = reports.report(self.phase.store, self.rank, self.digest, self.entry, is_first)
         if count == len(self.ranks):
@@ -560,7 +559,7 @@ class Phase:
     calls ``closing`` before the outcome can be read. ``call``, ``done``, ``all_connected`` and
     ``timeout`` are those of its ``Watch``; ``label`` is of the groups that this rank creates at
     the moment. ``is_known_to_wait``: this rank has told the others that it waits for addresses of
-    theirs.
+    theirs. ``has_reported``: it has reported what it proposes, and is counted.
     """
 
     store: Store
@@ -573,6 +572,7 @@ class Phase:
     timeout: timedelta | None = None
     label: str = ""
     is_known_to_wait: bool = False
+    has_reported: bool = False
     _tally: int = 0
     _has_arrived: bool = False
     _some_are_absent: bool = False
@@ -656,9 +656,10 @@ class Phase:
         self._some_are_absent = True
         reports.answer(self.store, self.rank)
         patience = self._patience
-        # Only those that have arrived are counted: a rank that fails answers too.
+        # Only those that have arrived are counted, each once: a rank that fails answers too, and
+        # one that has refused has reported when it arrived.
         if self._has_arrived:
-            answers = self.store.add(keys.REPORTED, 1)
+            answers = self.store.add(keys.REPORTED, 0 if self.has_reported else 1)
             if answers == self._arrivals_when_closed():
                 patience = timedelta(0)  # no further rank will answer
         return self.first(

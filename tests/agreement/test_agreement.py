@@ -129,6 +129,20 @@ def test_one_text_for_all_and_the_next_round_works(kind, seed, tmp_path):
     assert len(key_counts) <= 1
 
 
+def test_a_rank_that_has_refused_is_counted_once_where_another_is_missing():
+    store = dist.HashStore()
+    ranks = [Rank(store, rank) for rank in range(WORLD)]
+    for rank in ranks[:2]:
+        rank.arrive()
+    ranks[2].arrive({"refused": "ValueError: no rank 2"}).round.report()  # rank 3 does not arrive
+    with ThreadPoolExecutor() as threads:
+        called = [threads.submit(ranks[number].outcome) for number in (0, 2)]
+        time.sleep(2)  # both have answered
+        called.append(threads.submit(ranks[1].outcome))
+    (heard,) = {each.result() for each in called}
+    assert heard.startswith("1 of 4 ranks (3) did not reach group creation")
+
+
 # A process that takes the place of a dead one.
 
 
