@@ -59,7 +59,6 @@ from hypergrid.policy import Abilities, Agreement, Policy, choose
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 NO_ADDRESS = "published no address to connect to"  # in the error of a rank that waited for another
 _FOR_VERDICT = timedelta(seconds=30)  # that ranks wait for the rank that gives it
-_FOR_OUTCOME = timedelta(seconds=4)  # that ranks wait for the rank that has closed the phase
 _SILENCE = timedelta(seconds=4)  # without an answer, after which a rank that arrived has ended
 _DEFAULTS = Policy()
 _NO_OBSTACLE = Abilities()
@@ -648,7 +647,7 @@ class Phase:
             self.publish(keys.ROLL_CALL, early=True)
             outcome = self.first(
                 keys.OUTCOME,
-                _FOR_OUTCOME,
+                self._patience,
                 lambda: f"a rank of {span_of(self.ranks)} ended before it could say what came out.",
             )
         if outcome != keys.ROLL_CALL:
