@@ -730,7 +730,8 @@ class Phase:
                 expected = self._arrivals_when_closed()
             return self.store.add(keys.READ, 0) >= expected or None
 
-        with suppress(RuntimeError):  # what has been read stands, also if the store is lost
+        # What has been read stands, also if the store is lost or the wait is aborted.
+        with suppress(RuntimeError, AbortedError):
             self.store.add(keys.READ, 1)
             if serves(self.store):
                 look_until(all_read, self._patience)

@@ -1,4 +1,4 @@
-"""THE TABLE of what the store holds: each key, who writes it, who reads it, and what follows.
+"""THE TABLE of what the store holds of a phase: each key, who sets the outcome, what follows.
 
 A phase is one question to all ranks, under keys of its own. It is open until the first rank adds to
 ``CLOSED``. That rank alone sets ``OUTCOME``, and all ranks wait for it:
@@ -16,8 +16,9 @@ an agreement as JSON   the last rank to arrive in phase 1,       each rank creat
                        ranks are missing                         ``PRESENT``, and the last one gives
                                                                  the ``VERDICT``
 any other text         a rank that fails, is aborted, or finds   it is the error of each rank, which
-                       a process that has ended or a window      rolls back what it has
-                       that overlaps
+                       a process that has ended, a window that   rolls back what it has
+                       overlaps, or no way of creation that all
+                       ranks support
 =====================  ========================================  =================================
 
 An outcome that is published early closes the phase for ranks that are still to arrive: in phase 1

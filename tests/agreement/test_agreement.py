@@ -24,6 +24,7 @@ from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import commit, reports
 from hypergrid.agreement.commit import Phase, _Memory, _Round
 from hypergrid.agreement.reports import clear_before
+from hypergrid.agreement.store import abortable, end_waits
 from tests.support import table
 from tests.support.forked import from_all, on_ranks, open_groups, total
 
@@ -179,6 +180,18 @@ def test_where_the_rank_that_closed_a_phase_ended_before_it_said_why_all_others_
         outcome = phase.outcome(timedelta(seconds=2), "did not come")
         assert outcome == "a rank of 0..2 ended before it could say what came out."
     assert time.monotonic() - start < 15
+
+
+def test_an_abort_while_others_still_read_of_a_failure_does_not_hide_it():
+    phase = Phase(dist.HashStore(), range(2), 0)
+
+    def aborted_meanwhile(_):
+        end_waits()
+        return True
+
+    with abortable(), mock.patch.object(commit, "serves", aborted_meanwhile):
+        reason = "KeyboardInterrupt: "
+        assert phase.fail(reason, timedelta(seconds=2), "did not finish") == reason
 
 
 # Every interface, on real ranks.
