@@ -188,9 +188,9 @@ def initialize_model_parallel(
         if dist.get_rank() == request.rank_offset:
             warn_of_tp_across_hosts(request)
             if os.environ.get("HYPERGRID_REPORT", "0") != "0":
-                from compat.report import report  # here: few jobs ask for it
+                from compat.report import print_report  # here: few jobs ask for it
 
-                print(report(state), flush=True)
+                print_report(state)
         if before.grid is not None:  # outside code has emptied its globals
             before.grid.destroy()
     except BaseException:

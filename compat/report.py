@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -10,10 +11,20 @@ import torch.distributed as dist
 from compat.megatron.request import Request, in_words
 from compat.megatron.rows import PlannedRows
 from compat.state import ParallelState
-from hypergrid import of_torch
+from hypergrid import logs, messages, of_torch
 from hypergrid.groups.pool import GroupPool
 from hypergrid.messages import few
 from hypergrid.summary import dims_in_words, long_dims
+
+_log = logging.getLogger("hypergrid.report")
+
+
+def print_report(state: ParallelState) -> None:
+    """Print the report; a warning if that fails, as the other ranks have their groups by now."""
+    try:
+        print(report(state), flush=True)
+    except (OSError, ValueError) as error:  # closed, full, or without a character of the text
+        logs.warn(f"the report cannot be printed: {messages.in_words(error)}", _log)
 
 
 def report(state: ParallelState) -> str:

@@ -6,8 +6,9 @@ sees whether all are equal, and all get the ``Agreement``: an epoch for the name
 the way of creation. In phase 2, ``all_or_none``, each arrives when it has its groups.
 
 Both phases are a ``Phase``: arrivals are counted in one number at the store, and one outcome is
-published for all. On success a phase costs two round trips, to arrive and to see the outcome, and
-a further one for each look of a rank that waits. One that waits long says so (``waits``).
+published for all. ``keys`` is the table of outcomes: who sets each, and what follows. On success a
+phase costs two round trips, to arrive and to see the outcome, and a further one for each look of a
+rank that waits. One that waits long says so (``waits``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import functools
 import hashlib
 import json
 import logging
-import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import __version__
-from hypergrid.agreement import reports
+from hypergrid.agreement import keys, reports
 from hypergrid.agreement.store import (
     LONG_WAIT,
     abortable,
@@ -46,8 +46,8 @@ from hypergrid.agreement.store import (
     noticing_a_dead_link,
     peek,
     raise_if_waits_ended,
+    serves,
     shared_store,
-    stay_until,
     telling_of_a_lost_store,
 )
 from hypergrid.agreement.waits import Watch
@@ -58,13 +58,8 @@ from hypergrid.policy import Abilities, Agreement, Policy, choose
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 NO_ADDRESS = "published no address to connect to"  # in the error of a rank that waited for another
-_FAILED = 1  # a rank that has failed arrives in phase 2 with this digest, the others with 0
-_CREATED = "created"  # an outcome of phase 2: all ranks have their groups
-_COMPARE = "compare"  # an outcome: ranks differ, and each reports its proposal in full
-_ROLL_CALL = "roll call"  # an outcome: a rank is missing, and each answers
-_FOR_REPORTS = timedelta(seconds=30)  # that ranks wait for the rank that decides on the reports
-_UNTIL_SET = timedelta(seconds=4)  # that ranks wait for the outcome of a rank that has decided
-_SILENCE = 4.0  # seconds without an answer, after which a rank that arrived has ended
+_FOR_VERDICT = timedelta(seconds=30)  # that ranks wait for the rank that gives it
+_SILENCE = timedelta(seconds=4)  # without an answer, after which a rank that arrived has ended
 _DEFAULTS = Policy()
 _NO_OBSTACLE = Abilities()
 _log = logging.getLogger(__name__)
@@ -132,8 +127,7 @@ def prepare(
     """
     memory = _memory()
     if store is None:
-        epoch = f"{span_of(ranks)}/alone/{memory.count_alone(ranks)}"
-        return choose(epoch, policy, [abilities])
+        return choose(memory.epoch_alone(ranks), policy, [abilities])
     timeout = _bounded(timeout)
     begin = time.monotonic()
     round_ = _Round(store, ranks, memory, life, call)
@@ -142,7 +136,10 @@ def prepare(
         if refused is not None:  # the other ranks do not know it yet: this call is theirs
             refused.outcome(timeout)
         round_.arrive({**proposal, **asdict(policy), "hypergrid": __version__}, abilities, policy)
-        agreement = _agreement_of(round_.outcome(timeout))
+        outcome = round_.outcome(timeout)
+        if not _is_agreement(outcome):
+            raise AgreementError(outcome)
+        agreement = Agreement(**json.loads(outcome))
         _log.info(
             "%s: ranks %s agreed in %.3f s, epoch %s, created by %s",
             call,
@@ -189,45 +186,34 @@ def all_or_none(
     phase.timeout = timeout
     phase.label = "its first group"
     absent = f"did not finish creating groups within {timeout}. Look at their logs."
-    _creations.append(phase)
     try:
         with look_beside(phase.look):
+            _creations.append(phase)
             try:
                 yield
             finally:
                 phase.label = ""  # it creates no group any more
+                _creations.pop()
     except BaseException as error:
         raise_if_waits_ended()  # nothing is to wait any more, also not for the store
         reason = str(error) if isinstance(error, CreationError) else in_words(error)
-        first = reason
-        try:
-            phase.arrive(_FAILED)
-            phase.publish(reason, early=True)
-            first = phase.outcome(timeout, absent)
-            phase.leave_after_a_failure(store, all_come=True)
-        except dist.DistNetworkError:  # another rank may have failed for that, and cannot say so
-            first = "The store through which ranks agree is lost: what serves it has ended."
-        except Exception:  # the failure itself is what the caller must see
-            first = reason
+        first = phase.fail(reason, timeout, absent)
         # A rank that only waited for this one is no cause of this one's failure.
         only_waited = NO_ADDRESS in first and NO_ADDRESS not in reason
         if isinstance(error, CreationError) and first != reason and not only_waited:
             text = f"{shortened(reason, 200)} The first to fail: {first}"
             raise CreationError(text) from error.__cause__
         raise
-    finally:
-        _creations.pop()
     begin = time.monotonic()
     with telling_of_a_lost_store():
-        if phase.arrive() == len(ranks) and phase.all_equal(0):
-            phase.publish(_CREATED)
+        if phase.arrive() == len(ranks):
+            phase.publish(keys.CREATED)
             with suppress(RuntimeError):  # what is published stands
                 reports.clear_before(store, epoch)
         # A rank that is stuck in torch finds out after the timeout, and knows better why.
         outcome = phase.outcome(timeout + timedelta(seconds=5), absent)
-    if outcome != _CREATED:
-        with suppress(RuntimeError):  # what has been read stands, also if the store is lost
-            phase.leave_after_a_failure(store, all_come=True)
+    if outcome != keys.CREATED:
+        phase.leave_after_a_failure()
         raise CreationError(
             f"rank {rank} rolled back its groups, as another rank could not create its own: "
             f"{outcome}"
@@ -254,9 +240,9 @@ def another_rank_failed() -> bool:
     phase = _creations[-1]
     if not phase.is_known_to_wait:
         phase.is_known_to_wait = True
-        append(phase.store, "waiting", str(phase.rank))
+        append(phase.store, keys.WAITING, str(phase.rank))
     # Before this rank has arrived, there is an outcome only after a failure.
-    return peek(phase.store, "outcome") is not None
+    return phase.published() is not None
 
 
 def let_waiting_ranks_fail_first(ranks: Collection[int], timeout: timedelta) -> None:
@@ -266,11 +252,11 @@ def let_waiting_ranks_fail_first(ranks: Collection[int], timeout: timedelta) -> 
     """
     if not _creations:
         return
-    store = _creations[-1].store
-    waiting = {int(line) for line in lines(store, "waiting")}
+    phase = _creations[-1]
+    waiting = {int(line) for line in lines(phase.store, keys.WAITING)}
     if not waiting.isdisjoint(ranks):
         with suppress(RuntimeError):  # they have ended meanwhile
-            look_until(functools.partial(peek, store, "outcome"), timeout)
+            look_until(phase.published, timeout)
 
 
 # Held by the one thread of this process that agrees or creates, which may nest such calls.
@@ -366,7 +352,7 @@ def _tell(
     memory = _memory()
     if store is None:
         # The others, who cannot be told and try what is refused, count this call too.
-        memory.count_alone(ranks)
+        memory.epoch_alone(ranks)
         return None
     round_ = _Round(store, ranks, memory, life)
     if round_.span not in memory.refused:
@@ -382,16 +368,15 @@ def _tell(
 class _Memory:
     """The rounds of this process under one default group, by window."""
 
-    rounds: dict[str, int] = field(default_factory=dict)  # the number of the next one
-    alone: Counter[str] = field(default_factory=Counter)  # agreements without a store
+    rounds: Counter[str] = field(default_factory=Counter)  # the number of the next one
     refused: dict[str, _Round] = field(default_factory=dict)  # that the others do not know yet
     is_registered: bool = False
 
-    def count_alone(self, ranks: Sequence[int]) -> int:
-        """The number of agreements of ``ranks`` without a store, with this one."""
+    def epoch_alone(self, ranks: Sequence[int]) -> str:
+        """The epoch of the next agreement of ``ranks`` without a store."""
         span = span_of(ranks)
-        self.alone[span] += 1
-        return self.alone[span]
+        self.rounds[span] += 1
+        return f"{span}/alone/{self.rounds[span]}"
 
 
 # A new default group starts with an empty one again, as a restarted process does: without a store
@@ -416,7 +401,6 @@ class _Round:
     memory: _Memory
     life: int | None = None
     call: str = "creating groups"
-    has_reported: bool = False
 
     def __post_init__(self) -> None:
         self.rank = dist.get_rank()
@@ -424,10 +408,6 @@ class _Round:
         self.window_store = PrefixStore(f"hypergrid/{self.span}", self.store)
         # Says for each rank where it arrived last: window, round, digest.
         self._arrival_key = f"hypergrid/at/{self.rank}"
-
-    @property
-    def epoch(self) -> str:
-        return f"{self.span}/{self.number}"
 
     def _phase(self, number: int) -> Phase:
         store = PrefixStore(f"{number}/prepare", self.window_store)
@@ -441,13 +421,11 @@ class _Round:
         policy: Policy = _DEFAULTS,
     ) -> None:
         """Arrive with what this rank proposes; the last of all publishes the outcome."""
-        text = json.dumps([proposal, asdict(abilities)], sort_keys=True, default=str)
-        digest = hashlib.sha256(text.encode()).digest()
+        self.entry = json.dumps([proposal, asdict(abilities)], sort_keys=True, default=str)
+        digest = hashlib.sha256(self.entry.encode()).digest()
         self.digest = int.from_bytes(digest[:8], "big")
-        # Read back, as the other ranks read it: JSON has no tuples.
-        self.entry = [self.rank, *json.loads(text)]
         self.policy = policy
-        self.number = self.memory.rounds.get(self.span, 0)
+        self.number = self.memory.rounds[self.span]
         digest_of_dead_process = self._arrival_of_dead_process()
         while True:
             self.phase = self._phase(self.number)
@@ -459,16 +437,14 @@ class _Round:
                 break
             # The others gave up on this round before this rank came: join the one that is open.
             self.number = max(self.number + 1, self.window_store.add("round", 0))
-        # The first rank of a window registers it for all.
-        if arrivals == 1 and self.life is not None and self._overlaps(self.life):
-            return
-        if arrivals < len(self.ranks):
-            return
-        outcome = _COMPARE
-        if self.phase.all_equal(self.digest) and "refused" not in proposal:
-            # All have the abilities and the policy of this rank.
-            outcome = _chosen(self.epoch, policy, [abilities])
-        self.phase.publish(outcome)
+        if arrivals == 1 and self.life is not None:
+            self._register_window(self.life)  # for all of its ranks
+        if arrivals == len(self.ranks):
+            outcome = keys.COMPARE
+            if self.phase.all_equal(self.digest) and "refused" not in proposal:
+                # All have the abilities and the policy of this rank.
+                outcome = self._choose([abilities])
+            self.phase.publish(outcome)
 
     def _arrival_of_dead_process(self) -> dict[int, int]:
         """By round, the digest with which a dead process arrived here as this rank; often none."""
@@ -483,20 +459,18 @@ class _Round:
         span, number, digest = arrival.split(" ")
         return {int(number): int(digest)} if span == self.span else {}
 
-    def _overlaps(self, life: int) -> bool:
+    def _register_window(self, life: int) -> None:
         """Register this window; if it overlaps others of the same life, all of them fail."""
         key = f"hypergrid/windows/{life}"
         append(self.store, key, json.dumps([list(self.ranks), self.number]))
         windows = lines(self.store, key)
         if len(windows) == 1 and life > 2:
             forget(self.store, f"hypergrid/windows/{life - 2}")
-        overlaps = False
         for window in windows:
             ranks, number = json.loads(window)
             common = sorted(set(ranks) & set(self.ranks))
             if not common or ranks == list(self.ranks):
                 continue
-            overlaps = True
             first, second = sorted([self.span, span_of(ranks)])
             error = (
                 f"the windows {first} and {second} overlap: {len(common)} ranks ({few(common)}) "
@@ -507,11 +481,10 @@ class _Round:
             if other.window_store.add("round", 0) == number:  # it waits; else it has its groups
                 other._phase(number).publish(error, early=True)
             self.phase.publish(error, early=True)
-        return overlaps
 
     def wait(self, patience: timedelta) -> None:
         """Wait for the outcome; after ``patience`` RuntimeError, and no roll call."""
-        look_until(functools.partial(peek, self.phase.store, "outcome"), patience)
+        look_until(self.phase.published, patience)
         self.outcome(patience)
 
     def outcome(self, timeout: timedelta) -> str:
@@ -523,9 +496,9 @@ class _Round:
         self.phase.begin = time.monotonic()  # what this rank has refused may be long ago
         try:
             outcome = self.phase.outcome(timeout, absent)
-            if outcome == _COMPARE:
+            if outcome == keys.COMPARE:
                 self.report()
-                outcome = self.phase.final(self._decide)
+                outcome = self.phase.first(keys.VERDICT, _FOR_VERDICT, self._verdict)
         except AbortedError:  # a rank that is still to arrive must not count on this one
             error = (
                 f"rank {self.rank} left before all had arrived: hypergrid.abort() was called "
@@ -538,57 +511,54 @@ class _Round:
             self.memory.rounds[self.span] = self.number + 1
             self.memory.refused.pop(self.span, None)
         if not _is_agreement(outcome):
-            with suppress(RuntimeError):  # what has been read stands, also if the store is lost
-                self.phase.leave_after_a_failure(self.store)
+            self.phase.leave_after_a_failure()
         return outcome
 
     def report(self) -> None:
-        """Report in full, once, what this rank arrived with; the last one decides for all."""
-        if self.has_reported:
+        """Report in full, once, what this rank arrived with; the last one gives the verdict."""
+        if self.phase.has_reported:
             return
-        self.has_reported = True
+        self.phase.has_reported = True
         is_first = self.rank == self.ranks[0]
-        count = reports.report(self.phase.store, self.entry, self.digest, is_first)
+        count = reports.report(self.phase.store, self.rank, self.digest, self.entry, is_first)
         if count == len(self.ranks):
-            self.phase.store.set("final", self._decide())
+            first_value(self.phase.store, keys.VERDICT, self._verdict())
 
-    def _decide(self) -> str:
-        reported = reports.entries(self.phase.store)
+    def _verdict(self) -> str:
+        store = self.phase.store
+        reported = reports.entries(store)
         error = reports.difference(reported, self.span)
         if error:
             return error
-        abilities = [Abilities(**entry.abilities) for entry in reported]
-        return _chosen(self.epoch, self.policy, abilities)
+        if store.add(keys.REPORTED, 0) < len(self.ranks):
+            return (
+                f"{reports.missing(store, self.ranks)} did not say within {_FOR_VERDICT} what they "
+                f"propose, where ranks {self.span} differ. Look at their logs."
+            )
+        return self._choose([Abilities(**entry.abilities) for entry in reported])
 
-
-def _chosen(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> str:
-    """The outcome of a round in which all propose the same: the agreement as JSON, or an error."""
-    try:
-        agreement = choose(epoch, policy, abilities)
-    except AgreementError as error:
-        return str(error)
-    return json.dumps(asdict(agreement))
+    def _choose(self, abilities: Sequence[Abilities]) -> str:
+        """The outcome where all propose the same: the agreement as JSON, or an error."""
+        try:
+            agreement = choose(f"{self.span}/{self.number}", self.policy, abilities)
+        except AgreementError as error:
+            return str(error)
+        return json.dumps(asdict(agreement))
 
 
 def _is_agreement(outcome: str) -> bool:
     return outcome.startswith("{")  # no error does
 
 
-def _agreement_of(outcome: str) -> Agreement:
-    if not _is_agreement(outcome):
-        raise AgreementError(outcome)
-    return Agreement(**json.loads(outcome))
-
-
 @dataclass
 class Phase:
-    """One tally of a window: which ranks arrived, whether all said the same, what came of it.
+    """One question to all ranks: which have arrived, whether all said the same, what came of it.
 
-    ``store`` is for this phase alone. The rank that publishes the outcome calls ``closing`` before
-    it can be read: JSON, or the text of an error. ``call``, ``done``, ``all_connected`` and
+    ``store`` is for this phase alone; ``keys`` says what it holds. The rank that closes the phase
+    calls ``closing`` before the outcome can be read. ``call``, ``done``, ``all_connected`` and
     ``timeout`` are those of its ``Watch``; ``label`` is of the groups that this rank creates at
     the moment. ``is_known_to_wait``: this rank has told the others that it waits for addresses of
-    theirs.
+    theirs. ``has_reported``: it has reported what it proposes, and is counted.
     """
 
     store: Store
@@ -601,7 +571,9 @@ class Phase:
     timeout: timedelta | None = None
     label: str = ""
     is_known_to_wait: bool = False
+    has_reported: bool = False
     _tally: int = 0
+    _has_arrived: bool = False
     _some_are_absent: bool = False
 
     def __post_init__(self) -> None:
@@ -611,6 +583,7 @@ class Phase:
         # 52 bits of each digest are added, whose sum has 56.
         count_bits = len(self.ranks).bit_length()
         self._shift = count_bits + 2
+        self._arrivals_mask = (1 << self._shift) - 1
         self._modulus = 1 << (62 - self._shift - count_bits)
 
     def arrive(self, digest: int = 0, replaced_digest: int | None = None) -> int:
@@ -623,44 +596,44 @@ class Phase:
             amount += 1  # one more arrival
         else:
             amount -= self._share_of_sum(replaced_digest)  # the dead process has been counted
-        self._tally = self.store.add("arrived", amount)
-        _log.debug("%s: %d of %d ranks have arrived", self.call, self._arrivals, len(self.ranks))
-        if self._arrivals > len(self.ranks):  # closed: nobody is to wait for this rank to read it
-            self.store.add("arrived", -amount)
-        return self._arrivals
+        self._tally = self.store.add(keys.ARRIVED, amount)
+        arrivals = self._tally & self._arrivals_mask
+        _log.debug("%s: %d of %d ranks have arrived", self.call, arrivals, len(self.ranks))
+        self._has_arrived = arrivals <= len(self.ranks)
+        if not self._has_arrived:  # closed: nobody is to wait for this rank to read it
+            self.store.add(keys.ARRIVED, -amount)
+        return arrivals
 
     def _share_of_sum(self, digest: int) -> int:
         """A digest, cut to the bits above those that count arrivals."""
         return digest % self._modulus << self._shift
 
     @property
-    def _arrivals(self) -> int:
-        """How many ranks have arrived: the lowest bits."""
-        lowest_bits = (1 << self._shift) - 1
-        return self._tally & lowest_bits
-
-    @property
-    def _patience(self) -> float:
-        """Seconds for ranks that are there: in a large world each looks at the store less often."""
-        return max(_SILENCE, 2 * interval(len(self.ranks)))
+    def _patience(self) -> timedelta:
+        """The time in which all ranks look that are there: in a large world each looks rarely."""
+        return max(_SILENCE, timedelta(seconds=4 * interval(len(self.ranks))))
 
     def all_equal(self, digest: int) -> bool:
         """Whether all ranks have arrived with this digest, as of this rank's arrival."""
         sum_of_digests = self._tally >> self._shift
         return sum_of_digests == digest % self._modulus * len(self.ranks)
 
-    def publish(self, outcome: str, early: bool = False) -> bool:
-        """Set the outcome unless there is one. ``early``: ranks that come later find it closed."""
-        # A rank may decide twice on the same: once for each window that overlaps with this one.
-        decision = f"{secrets.token_hex(8)} {outcome}"
-        if first_value(self.store, "closed", decision) != decision:
-            return False
+    def publish(self, outcome: str, early: bool = False) -> None:
+        """Close the phase with this outcome, unless a rank has closed it before.
+
+        ``early``: ranks that come later find it closed.
+        """
+        if self.store.add(keys.CLOSED, 1) > 1:
+            return
         if early:
-            self._tally = self.store.add("arrived", len(self.ranks))
+            self.store.add(keys.ARRIVED, len(self.ranks))
         self.closing()
-        self.store.set("outcome", outcome)
+        first_value(self.store, keys.OUTCOME, outcome)
         _log.debug("%s: published the outcome %s", self.call, outcome)
-        return True
+
+    def published(self) -> str | None:
+        """The outcome, None while there is none."""
+        return peek(self.store, keys.OUTCOME)
 
     def outcome(self, timeout: timedelta, absent: str) -> str:
         """Wait for the outcome; after ``timeout`` this rank calls the roll.
@@ -668,22 +641,44 @@ class Phase:
         ``absent`` is the end of the error if ranks are missing: "did not arrive within 1 minute."
         """
         self.timeout = timeout
-        calls_the_roll = False
         try:
             outcome = look_until(self.look, timeout, len(self.ranks))
         except RuntimeError:
-            calls_the_roll = self.publish(_ROLL_CALL, early=True)
-            outcome = self._decision()
-        if outcome != _ROLL_CALL:
+            self.publish(keys.ROLL_CALL, early=True)
+            outcome = self.first(
+                keys.OUTCOME,
+                self._patience,
+                lambda: f"a rank of {span_of(self.ranks)} ended before it could say what came out.",
+            )
+        if outcome != keys.ROLL_CALL:
             return outcome
         self._some_are_absent = True
         reports.answer(self.store, self.rank)
-        if calls_the_roll:
-            # Closing has added as many arrivals as there are ranks.
-            arrived = self._arrivals - len(self.ranks)
-            reports.wait_for_answers(self.store, arrived, self._patience)
-            self.store.set("final", self._absence(absent))
-        return self.final(lambda: self._absence(absent))
+        patience = self._patience
+        # Only those that have arrived are counted, each once: a rank that fails answers too, and
+        # one that has refused has reported when it arrived.
+        if self._has_arrived:
+            answers = self.store.add(keys.REPORTED, 0 if self.has_reported else 1)
+            if answers == self._arrivals_when_closed():
+                patience = timedelta(0)  # no further rank will answer
+        return self.first(
+            keys.VERDICT,
+            patience,
+            lambda: f"{reports.missing(self.store, self.ranks)} {absent}",
+        )
+
+    def look(self) -> str | None:
+        """The outcome, None while there is none. A rank that waits long says for whom.
+
+        A rank that has ended makes the phase fail for all.
+        """
+        outcome = self.published()
+        if outcome is None and time.monotonic() - self.begin >= LONG_WAIT:
+            self._watch.timeout = self.timeout
+            self._watch.look(self.label)
+            if self._watch.ended:
+                self.publish(self._watch.ended_in_words(), early=True)
+        return outcome
 
     @functools.cached_property
     def _watch(self) -> Watch:
@@ -698,61 +693,45 @@ class Phase:
             begin=self.begin,
         )
 
-    def look(self) -> str | None:
-        """The outcome, None while there is none. A rank that waits long says for whom.
+    def first(self, key: str, patience: timedelta, otherwise: Callable[[], str]) -> str:
+        """The first value of a key, which another rank is to set; else ``otherwise()`` is it."""
+        look = functools.partial(peek, self.store, key)
+        try:
+            return look_until(look, patience, len(self.ranks))
+        except RuntimeError:  # that rank has ended meanwhile
+            return first_value(self.store, key, otherwise())
 
-        A rank that has ended makes the phase fail for all.
-        """
-        outcome = peek(self.store, "outcome")
-        if outcome is None and time.monotonic() - self.begin >= LONG_WAIT:
-            self._watch.timeout = self.timeout
-            self._watch.look(self.label)
-            if self._watch.ended:
-                self.publish(self._watch.ended_in_words(), early=True)
-        return outcome
+    def fail(self, reason: str, timeout: timedelta, absent: str) -> str:
+        """Tell the others why this rank cannot go on; the error of the first rank that failed."""
+        try:
+            self.publish(reason, early=True)
+            first = self.outcome(timeout, absent)
+        except dist.DistNetworkError:  # another rank may have failed for that, and cannot say so
+            return "The store through which ranks agree is lost: what serves it has ended."
+        except Exception:  # the failure itself is what the caller must see
+            return reason
+        self.leave_after_a_failure()
+        return first
 
     def _count(self) -> int:
         """How many ranks have arrived by now."""
-        self._tally = self.store.add("arrived", 0)
-        return self._arrivals
+        return self.store.add(keys.ARRIVED, 0) & self._arrivals_mask
 
-    def _decision(self) -> str:
-        """The outcome, where a rank has decided. It may have ended before it could set it."""
-        look = functools.partial(peek, self.store, "outcome")
-        try:
-            return look_until(look, _UNTIL_SET, len(self.ranks))
-        except RuntimeError:
-            decision = peek(self.store, "closed") or ""
-            outcome = decision.partition(" ")[2]
-            self.store.set("outcome", outcome)
-            return outcome
+    def _arrivals_when_closed(self) -> int:
+        """How many had arrived when a rank called the roll, which has added as many as all are."""
+        return self._count() - len(self.ranks)
 
-    def _absence(self, absent: str) -> str:
-        return f"{reports.missing(self.store, self.ranks)} {absent}"
+    def leave_after_a_failure(self) -> None:
+        """Wait, where this process serves the store, until the others have read it too."""
 
-    def final(self, decide: Callable[[], str]) -> str:
-        """The outcome that one rank decides on the reports of all."""
-        look = functools.partial(peek, self.store, "final")
-        try:
-            return look_until(look, _FOR_REPORTS, len(self.ranks))
-        except RuntimeError:  # the rank that was to decide has ended meanwhile
-            decision = decide()
-            self.store.set("final", decision)
-            return peek(self.store, "final") or decision  # another rank may have decided too
+        def all_read() -> bool | None:
+            expected = len(self.ranks)
+            if self._some_are_absent:
+                expected = self._arrivals_when_closed()
+            return self.store.add(keys.READ, 0) >= expected or None
 
-    def leave_after_a_failure(self, default: Store, all_come: bool = False) -> None:
-        """Wait, where this process serves the store, until the others have read it too.
-
-        Those that have arrived; with ``all_come`` all ranks, which arrive when torch lets them.
-        """
-        self.store.add("read", 1)
-
-        def all_read() -> bool:
-            expected = self._count()
-            if expected > len(self.ranks):  # closed, which has added as many as there are ranks
-                expected -= len(self.ranks)
-            if all_come and not self._some_are_absent:
-                expected = len(self.ranks)
-            return self.store.add("read", 0) >= expected
-
-        stay_until(all_read, default, self._patience)
+        # What has been read stands, also if the store is lost or the wait is aborted.
+        with suppress(RuntimeError, AbortedError):
+            self.store.add(keys.READ, 1)
+            if serves(self.store):
+                look_until(all_read, self._patience)

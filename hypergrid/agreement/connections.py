@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hypergrid.agreement.store import descriptors_to, duplicate, innermost, plain
+from hypergrid.agreement.store import connections_to, innermost, plain
 
 _TABLES = {"/proc/net/tcp": socket.AF_INET, "/proc/net/tcp6": socket.AF_INET6}
 _ESTABLISHED = "01"
@@ -22,12 +22,10 @@ _ESTABLISHED = "01"
 def to_the_store(store: Store) -> list[str]:
     """The connections of this process; empty where that is not known. *Local*."""
     ends = []
-    for descriptor in descriptors_to(store):
-        connection = duplicate(*descriptor)
-        if connection is not None:
-            with connection, suppress(OSError):
-                address, port = connection.getsockname()[:2]
-                ends.append(f"{plain(address)}:{port}")
+    for connection in connections_to(store):
+        with connection, suppress(OSError):
+            address, port = connection.getsockname()[:2]
+            ends.append(f"{plain(address)}:{port}")
     return ends
 
 
@@ -66,6 +64,7 @@ def _established(rows: Iterable[str], family: int, served_port: int) -> set[str]
         # Words of four bytes, each written as a number of this machine.
         big_endian = np.frombuffer(bytes.fromhex(address), ">u4")
         packed = big_endian.astype("=u4").tobytes()
-        host = socket.inet_ntop(family, packed)
-        ends.add(f"{plain(host)}:{int(port, 16)}")
+        host = plain(socket.inet_ntop(family, packed))
+        port_number = int(port, 16)
+        ends.add(f"{host}:{port_number}")
     return ends

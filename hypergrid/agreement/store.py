@@ -9,7 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -155,12 +155,12 @@ def look_beside(look: Callable[[], object]) -> Iterator[None]:
 
 
 def forget(store: Any, *keys: str) -> None:
-    """Delete keys, and what was appended, if the store can: that of torchelastic in etcd cannot."""
+    """Delete keys, if the store can: that of torchelastic in etcd cannot.
+
+    Lines in a store that does not append stay, each under a key of its own.
+    """
     with suppress(RuntimeError):
         for key in keys:
-            if not store.has_extended_api():
-                for line_key in (*_line_keys(store, key), f"{key}/lines"):
-                    store.delete_key(line_key)
             store.delete_key(key)
 
 
@@ -198,15 +198,11 @@ def append(store: Any, key: str, line: str) -> None:
 
 def lines(store: Any, key: str) -> list[str]:
     """The lines that have been appended so far."""
-    if not store.has_extended_api():
-        return [store.get(line_key).decode() for line_key in _line_keys(store, key)]
-    text = peek(store, key) or ""
-    return text.splitlines()
-
-
-def _line_keys(store: Store, key: str) -> list[str]:
+    if store.has_extended_api():
+        text = peek(store, key) or ""
+        return text.splitlines()
     count = store.add(f"{key}/lines", 0)
-    return [f"{key}/{number}" for number in range(1, count + 1)]
+    return [store.get(f"{key}/{number}").decode() for number in range(1, count + 1)]
 
 
 def another_connection(store: Any) -> Store:
@@ -233,19 +229,6 @@ def telling_of_a_lost_store() -> Iterator[None]:
         ) from error
 
 
-def stay_until(others_read: Callable[[], bool], store: Store, seconds: float) -> None:
-    """If this process serves ``store``, wait until ``others_read``, ``seconds`` at most.
-
-    A rank that has failed usually ends, and its store with it.
-    """
-    if not _serves(store):
-        return
-    end = time.monotonic() + seconds
-    with suppress(RuntimeError):  # the store is lost
-        while not others_read() and time.monotonic() < end:
-            time.sleep(0.01)
-
-
 @contextmanager
 def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
     """Inside, calls of a ``TCPStore`` fail within ``timeout`` when its host is gone.
@@ -262,24 +245,22 @@ def noticing_a_dead_link(store: Store, timeout: timedelta) -> Iterator[None]:
         (socket.IPPROTO_TCP, "TCP_KEEPINTVL"): max(1, int(seconds / 8)),
         (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT"): int(seconds * 500),
     }
-    connections = _connections(store)
-    before = []
-    for connection in connections:
-        for (level, name), value in values.items():
-            # No such option, or a value that this system does not accept.
-            with suppress(AttributeError, OSError):
-                option = getattr(socket, name)
-                old_value = connection.getsockopt(level, option)
-                connection.setsockopt(level, option, value)
-                before.append((connection, level, option, old_value))
-    try:
+    with ExitStack() as at_the_end:
+        for connection in connections_to(store):
+            at_the_end.enter_context(connection)  # closes it
+            for (level, name), value in values.items():
+                # No such option, or a value that this system does not accept.
+                with suppress(AttributeError, OSError):
+                    option = getattr(socket, name)
+                    old_value = connection.getsockopt(level, option)
+                    connection.setsockopt(level, option, value)
+                    at_the_end.callback(_set_option, connection, level, option, old_value)
         yield
-    finally:
-        for connection, *old in reversed(before):  # one may be here twice
-            with suppress(OSError):
-                connection.setsockopt(*old)
-        for connection in connections:
-            connection.close()
+
+
+def _set_option(connection: socket.socket, level: int, option: int, value: int) -> None:
+    with suppress(OSError):  # the connection is lost
+        connection.setsockopt(level, option, value)
 
 
 class Descriptor(NamedTuple):
@@ -290,22 +271,18 @@ class Descriptor(NamedTuple):
 
 
 # Looked for once for each store, as it costs a few calls for every descriptor of the process.
-_connections_to: WeakKeyDictionary[Store, list[Descriptor]] = WeakKeyDictionary()
+_descriptors_to: WeakKeyDictionary[Store, list[Descriptor]] = WeakKeyDictionary()
 
 
-def _connections(store: Store) -> list[socket.socket]:
+def connections_to(store: Store) -> list[socket.socket]:
     """Duplicates of this process's sockets whose other end is the store."""
-    if store not in _connections_to:
-        _connections_to[store] = descriptors_to(store)
-    connections = []
-    for descriptor in _connections_to[store]:
-        connection = duplicate(*descriptor)
-        if connection is not None:
-            connections.append(connection)
-    return connections
+    if store not in _descriptors_to:
+        _descriptors_to[store] = _find_connections(store)
+    duplicates = [duplicate(*descriptor) for descriptor in _descriptors_to[store]]
+    return [connection for connection in duplicates if connection is not None]
 
 
-def descriptors_to(store: Store) -> list[Descriptor]:
+def _find_connections(store: Store) -> list[Descriptor]:
     """This process's sockets whose other end is the store; none where it is no ``TCPStore``."""
     served = innermost(store)
     if not hasattr(served, "port"):  # a store of files, or of one process
@@ -319,7 +296,8 @@ def descriptors_to(store: Store) -> list[Descriptor]:
     return sockets(leads_there, descriptors())
 
 
-def _serves(store: Store) -> bool:
+def serves(store: Store) -> bool:
+    """Whether this process serves the store."""
     served = innermost(store)
     if not hasattr(served, "port"):
         return False
@@ -341,10 +319,7 @@ def innermost(store: Any) -> Any:
 def _addresses(host: str) -> set[str]:
     name = host.encode() if host.isascii() else host  # text would load the codec of foreign names
     with suppress(OSError):  # no such name any more
-        addresses = set()
-        for *_, address in socket.getaddrinfo(name, None):
-            addresses.add(plain(str(address[0])))
-        return addresses
+        return {plain(str(address[0])) for *_, address in socket.getaddrinfo(name, None)}
     return set()
 
 

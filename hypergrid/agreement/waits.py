@@ -6,11 +6,12 @@ the rank writes down where it is, and after ten seconds the lowest of those that
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -18,19 +19,17 @@ from typing import NamedTuple
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from hypergrid import logs
+from hypergrid.agreement import keys
 from hypergrid.agreement.connections import at_the_store, to_the_store
 from hypergrid.agreement.store import (
     LONG_WAIT,
     append,
-    forget,
     lines,
     look_beside,
 )
 from hypergrid.layout import span_of
 from hypergrid.messages import one_line
 
-PLACES = "places"  # the key under which ranks say where they are
-CLAIMS = "claims"  # the key under which ranks say that they would give a warning
 _WARNS_AFTER = (10.0, 30.0, 60.0)  # seconds of waiting
 _WARNS_EACH = 300.0  # further seconds
 _CLAIMS_BEFORE = 2.0  # seconds before a warning
@@ -48,18 +47,12 @@ class _Place(NamedTuple):
     label: str
 
 
-def _write_place(store: Store, rank: int, label: str) -> None:
-    connections = ",".join(to_the_store(store))
-    append(store, PLACES, f"{rank} {connections} {one_line(label)}")
-
-
 def _places(store: Store) -> dict[int, _Place]:
     """By rank, what each has written last."""
     place_of = {}
-    for line in lines(store, PLACES):
-        rank, connections, label = line.split(" ", maxsplit=2)
-        known_connections = {*filter(None, connections.split(","))}
-        place_of[int(rank)] = _Place(known_connections, label)
+    for line in lines(store, keys.PLACES):
+        rank, connections, label = json.loads(line)
+        place_of[rank] = _Place({*connections}, label)
     return place_of
 
 
@@ -124,17 +117,22 @@ class Watch:
             return
         if label != self._written_label:
             self._written_label = label
-            _write_place(self.store, self.rank, label)
+            place = [self.rank, to_the_store(self.store), one_line(label)]
+            append(self.store, keys.PLACES, json.dumps(place))
         if waited >= self._next_search:
             self._next_search = waited + _SEARCH_PERIOD
             self._search()
+        # Shortly before a warning is due ranks claim it, one after the other: a rank that sees the
+        # claim of a lower one leaves it to that.
         position = self.ranks.index(self.rank) / len(self.ranks)
-        claims = _due(waited + _CLAIMS_BEFORE - position * _CLAIMS_WITHIN)
+        until_claim = _CLAIMS_BEFORE - position * _CLAIMS_WITHIN
+        claims = _due(waited + until_claim)
         if claims > self._claims:
             self._claims = claims
             self._has_claimed = not self._a_lower_rank_claims()
             if self._has_claimed:
-                append(self.store, CLAIMS, str(self.rank))
+                append(self.store, keys.CLAIMS, str(self.rank))
+        # Lower ranks may have claimed it since.
         warnings = _due(waited)
         if warnings > self._warnings:
             self._warnings = warnings
@@ -143,7 +141,7 @@ class Watch:
 
     def _a_lower_rank_claims(self) -> bool:
         """Whether a lower rank has claimed a warning since this one asked before."""
-        claims = lines(self.store, CLAIMS)
+        claims = lines(self.store, keys.CLAIMS)
         new_claims = claims[self._seen_claims :]
         self._seen_claims = len(claims)
         return any(int(rank) < self.rank for rank in new_claims)
@@ -164,13 +162,9 @@ class Watch:
         # name, and closed only where all that are open belong to ranks that have.
         if connections <= written:
             closed.update(rank for rank in self.ranks if rank not in place_of)
-        for rank in self.ranks:
-            if rank in closed:
-                self._searches_of_closed[rank] += 1
-            else:
-                self._searches_of_closed[rank] = 0
-        searches = self._searches_of_closed
-        self.ended = [rank for rank in self.ranks if searches[rank] >= _SEARCHES]
+        searches = {rank: self._searches_of_closed[rank] + 1 for rank in closed}
+        self._searches_of_closed = Counter(searches)
+        self.ended = sorted(rank for rank in closed if searches[rank] >= _SEARCHES)
 
     def ended_in_words(self) -> str:
         """The error of all ranks where some have ended."""
@@ -185,27 +179,23 @@ class Watch:
         arrived = self.arrived()
         waited = f"rank {self.rank} has waited {self.waited:.0f} s"
         if self.timeout is not None:
-            waited += f" of {self.timeout.total_seconds():.0f} s"
-        at_label: dict[str, list[int]] = {}
-        silent = []
+            limit = self.timeout.total_seconds()
+            waited += f" of {limit:.0f} s"
+        ranks_at = defaultdict[str | None, list[int]](list)
         for rank in self.ranks:
-            if rank not in place_of:
-                silent.append(rank)
-            elif place_of[rank].label:
-                at_label.setdefault(place_of[rank].label, []).append(rank)
-        parts = []
-        for label, ranks in at_label.items():
-            parts.append(f"{_named(ranks)} still at {label}")
-        creating = sum(map(len, at_label.values()))
-        missing = len(self.ranks) - arrived - creating
-        if silent and missing == len(silent):
-            parts.append(f"missing: {_spans(silent)}")
-        elif silent and missing > 0:  # the others of these have arrived a moment ago
-            parts.append(f"missing: {missing} of {_spans(silent)}")
-        return (
-            f"{waited} in {self.call}: {arrived} of {len(self.ranks)} ranks {self.done}, "
-            f"{'; '.join(parts) or 'the last a moment ago'}"
-        )
+            label = place_of[rank].label if rank in place_of else None
+            ranks_at[label].append(rank)
+        silent = ranks_at.pop(None, [])
+        ranks_at.pop("", None)  # these wait too
+        parts = [f"{_named(ranks)} still at {label}" for label, ranks in ranks_at.items()]
+        missing = len(self.ranks) - arrived - sum(map(len, ranks_at.values()))
+        if silent and missing > 0:
+            # Else the others of the silent ones have arrived a moment ago.
+            number = "" if missing == len(silent) else f"{missing} of "
+            parts.append(f"missing: {number}{_spans(silent)}")
+        others = "; ".join(parts) or "the last a moment ago"
+        done = f"{arrived} of {len(self.ranks)} ranks {self.done}"
+        return f"{waited} in {self.call}: {done}, {others}"
 
 
 def _due(waited: float) -> int:
@@ -227,10 +217,9 @@ def _spans(ranks: Sequence[int]) -> str:
     return text
 
 
-@contextmanager
 def watched_closing(
     store: Store, rank: int, name: str, label: str, ranks: Sequence[int]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside torch closes the group of ``ranks`` that it calls ``name``, and may wait for others.
 
     ``store`` is the one that all ranks share.
@@ -238,10 +227,4 @@ def watched_closing(
     group_store = PrefixStore(f"hypergrid/closing/{name}", store)
     call = f"closing {label} of ranks {span_of(ranks)}"
     watch = Watch(group_store, ranks, rank, call, arrived=lambda: len(_places(group_store)))
-    try:
-        with look_beside(watch.look):
-            yield
-    finally:
-        if watch.waited >= LONG_WAIT:
-            with suppress(RuntimeError):  # the store is lost
-                forget(group_store, PLACES, CLAIMS)
+    return look_beside(watch.look)

@@ -2,6 +2,7 @@
 
 And the rules of gloo, NCCL, fake and torchcomms: who takes part in a new group, when it connects.
 Decided by what torch would create and not by names: from torch 2.15 on "nccl" is another class.
+A lazy group is one whose members connect on first use.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import copy
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -26,7 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from hypergrid import of_torch
 from hypergrid.agreement.commit import NO_ADDRESS, let_waiting_ranks_fail_first
-from hypergrid.groups import closing, gloo
+from hypergrid.groups import gloo
 from hypergrid.layout import span_of
 from hypergrid.policy import Abilities, Agreement, Policy, choose
 
@@ -41,6 +43,7 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     Of ranks (2, 3), the label "TENSOR" and the epoch "0..3/0", the first of ranks 0 to 3, each
     member computes the same name by itself.
     """
+    # Without the ranks, of which there may be many: these follow as bytes, not as text.
     head = f"{label}|{epoch}|".encode()
     digest = hashlib.blake2b(head, digest_size=16)
     # As bytes of one order: ranks on hosts of different kinds must agree on the name.
@@ -49,15 +52,23 @@ def group_name(label: str, ranks: Ranks, epoch: str) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def named_groups(ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup]:
-    """The groups of these labels and ranks that torch knows. *Local*."""
-    names = {str(group_name(label, ranks, epoch)) for label, ranks in ranks_of.items()}
+def named_groups(label: str, ranks_of: Mapping[str, Ranks], epoch: str) -> list[ProcessGroup]:
+    """The groups that torch knows of those that this rank creates for a label. *Local*.
+
+    ``ranks_of`` has their ranks by the names that ``by_members`` is called with.
+    """
+    names = set()
+    # ``by_world`` numbers groups of equal ranks, of which this rank is in all.
+    labels_in_world = [f"{label}#{number}" for number in range(len(ranks_of))]
+    for name, ranks in ranks_of.items():
+        for group_label in [name, *labels_in_world]:
+            number = group_name(group_label, ranks, epoch)
+            names.add(str(number))
     registered = of_torch.registered_groups()
     return [group for group, name in registered.items() if name in names]
 
 
-@contextmanager
-def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
+def named_from(label: str, ranks: Ranks, epoch: str) -> AbstractContextManager[None]:
     """Groups that are created inside have names that count up from this one's.
 
     Each has its own name, equal on every rank that makes the same calls inside.
@@ -65,26 +76,28 @@ def named_from(label: str, ranks: Ranks, epoch: str) -> Iterator[None]:
     number = None
     if of_torch.has("names"):
         number = group_name(label, ranks, epoch)
-    with of_torch.numbered(number):
-        yield
+    return of_torch.numbered(number)
 
 
 def by_members(
-    label: str, ranks: Ranks, epoch: str, waits: bool = False, **options: Any
+    label: str, ranks: Ranks, epoch: str, lazy: bool = False, **options: Any
 ) -> ProcessGroup:
     """Create the group of ``ranks``. *Collective* over these ranks and no others.
 
-    ``options`` are those of ``torch.distributed.new_group``. With ``waits`` the group connects on
-    first use if its backend can; so it does where torch would split it off the default group, with
-    all ranks. A group of one rank connects on first use wherever torch connects when it splits.
+    ``options`` are those of ``torch.distributed.new_group``. With ``lazy`` the group is lazy if its
+    backend can be; so it is where torch would split it off the default group, with all ranks. A
+    group of one rank is lazy wherever torch connects when it splits.
     """
     backend = options.get("backend")
     alone = len(ranks) == 1
     would_split = bound_to(backend) is not None
-    may_wait = can_wait(backend)
-    if may_wait or not (alone and would_split):  # the usual way
-        lazily = may_wait and (waits or would_split or alone)
-        return _new_group(label, ranks, epoch, options, lazily)
+    if can_be_lazy(backend):
+        lazy = lazy or would_split or alone
+        return _new_group(label, ranks, epoch, options, lazy)
+    if not alone or not would_split:
+        return _new_group(label, ranks, epoch, options)
+    # Torch would split a group of one rank off with all ranks, unless the default group is bound to
+    # no device meanwhile.
     with of_torch.unbound():
         group = _new_group(label, ranks, epoch, options)
     of_torch.bind(group)
@@ -98,22 +111,23 @@ def by_world(
 
     With the ``way`` "everyone" each rank calls ``new_group`` for each group; with "split" for its
     own groups. Where it is in none of those that are created together, it calls it for the first,
-    as torch then takes part in their split without a color.
+    as torch then takes part in their split without a color. After a failure the caller closes the
+    ``named_groups``.
     """
     rank = dist.get_rank()
     created = []
-    before = of_torch.registered_groups()
-    try:
-        for number, together in enumerate(_rounds(way, groups)):
-            groups_of_rank = [ranks for ranks in together if rank in ranks]
-            ranks = [*groups_of_rank, *together][0]
-            # With the number, as two rounds may have groups of equal ranks.
-            group = _new_group(f"{label}#{number}", ranks, epoch, options)
-            if groups_of_rank:
-                created.append(group)
-    except BaseException:
-        closing.abort(of_torch.registered_groups().keys() - before)
-        raise
+    equal_before = Counter[tuple[int, ...]]()  # by ranks
+    for together in _rounds(way, groups):
+        groups_of_rank = [ranks for ranks in together if rank in ranks]
+        ranks = together[0]
+        if groups_of_rank:
+            ranks = groups_of_rank[0]
+        # Two rounds may have groups of equal ranks, which need different names.
+        number = equal_before[tuple(ranks)]
+        group = _new_group(f"{label}#{number}", ranks, epoch, options)
+        if groups_of_rank:
+            created.append(group)
+        equal_before.update(map(tuple, together))
     return created
 
 
@@ -136,6 +150,7 @@ def _rounds(way: str, groups: Sequence[Ranks]) -> list[list[Ranks]]:
             or color in used_colors
             or not used_ranks.isdisjoint(ranks)
         )
+        # Where every rank creates each group, each is a round.
         if begins_a_round:
             rounds.append([])
             used_ranks.clear()
@@ -147,11 +162,11 @@ def _rounds(way: str, groups: Sequence[Ranks]) -> list[list[Ranks]]:
 
 
 def _new_group(
-    label: str, ranks: Ranks, epoch: str, options: dict[str, Any], lazily: bool = False
+    label: str, ranks: Ranks, epoch: str, options: dict[str, Any], lazy: bool = False
 ) -> ProcessGroup:
     """Torch's ``new_group`` under our name; ``NOT_A_MEMBER`` on a rank outside of ``ranks``."""
     options = copied_options(options)
-    if lazily:
+    if lazy:
         if options["pg_options"] is None:
             options["pg_options"] = of_torch.nccl_options()
         options["pg_options"].lazy_init = True
@@ -165,8 +180,10 @@ def _new_group(
             let_waiting_ranks_fail_first(missing, error.timeout)
             raise RuntimeError(f"ranks {span_of(missing)} {NO_ADDRESS}.") from error
         except RuntimeError:
-            # A dry run in which outside code has replaced new_group.
-            if dist.get_backend() != "fake" or options.get("backend") in (None, "fake"):
+            # A dry run in which outside code has replaced new_group, and has called torch's with a
+            # backend that the store of a fake default group cannot connect.
+            is_fake = options.get("backend") in (None, "fake")
+            if is_fake or dist.get_backend() != "fake":
                 raise
             options["backend"] = "fake"
             group = dist.new_group(list(ranks), **options)
@@ -176,19 +193,18 @@ def _new_group(
 def copied_options(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` with a copy of the backend options: torch writes the group's name into them.
 
-    Those that cannot be copied are gloo's, which torch does not read. In a dry run on a fake
+    Torch does not read those of gloo, which cannot be copied. In a dry run on a fake
     default group every group is fake, as its store connects no ranks; outside code that has
     replaced ``new_group`` sees the backend that was asked for.
     """
-    options = dict(options)
+    options = {"pg_options": None, **options}
+    # None is the default group's backend, which is fake too.
     asked_of_torch = options.get("backend") is not None and not is_replaced(dist.new_group)
     if asked_of_torch and dist.get_backend() == "fake":
         options["backend"] = "fake"
-    pg_options = options.get("pg_options")
-    try:
-        options["pg_options"] = copy.deepcopy(pg_options)
-    except TypeError:
-        options["pg_options"] = pg_options
+    # Gloo's cannot be copied.
+    with suppress(TypeError):
+        options["pg_options"] = copy.deepcopy(options["pg_options"])
     return options
 
 
@@ -203,27 +219,36 @@ def is_replaced(function: object) -> bool:
 
 
 def abilities(policy: Policy = _DEFAULTS) -> Abilities:
-    """The ways that torch, its default group and the environment allow for this ``policy``.
-
-    A group that torch would split off a bound default group is created by its members if it may
-    connect on first use.
-    """
+    """The ways that torch, its default group and the environment allow for this ``policy``."""
     if not dist.is_initialized():
         return Abilities("torch.distributed is not initialised")
-    obstacle = _obstacle()
+    return Abilities(
+        obstacle=_obstacle(),
+        bound=_why_bound(policy),
+        can_connect_lazily=of_torch.has("gloo") and not of_torch.torchcomms(),
+    )
+
+
+def _why_bound(policy: Policy) -> str | None:
+    """Why members alone cannot create a group that torch splits; None if they can.
+
+    They can where the default group is bound to no device, or where the group is lazy.
+    """
     device = bound_to()
-    can_connect_lazily = of_torch.has("gloo") and not of_torch.torchcomms()
-    reason = None
-    if device is not None:
-        may_wait = can_wait()
-        eager_members = policy.connect == "eager" and policy.creation == "members"
-        if not may_wait or not (policy.connect == "lazy" or eager_members):
-            hint = "; with connect='lazy' members create alone" if may_wait else ""
-            reason = (  # the same text on every rank
-                f"the default group is bound to a {device} device (init_process_group(device_id="
-                f"...), and torch 2.15 by itself), and its splits want every rank{hint}"
-            )
-    return Abilities(obstacle, reason, can_connect_lazily)
+    if device is None:
+        return None
+    hint = ""
+    if can_be_lazy():
+        if policy.connect == "lazy":
+            return None
+        # Such a group is lazy too, and is connected right after it is created.
+        if policy.connect == "eager" and policy.creation == "members":
+            return None
+        hint = "; with connect='lazy' members create alone"
+    return (  # the same text on every rank
+        f"the default group is bound to a {device} device (init_process_group(device_id=...), and "
+        f"torch 2.15 by itself), and its splits want every rank{hint}"
+    )
 
 
 def _obstacle() -> str | None:
@@ -267,9 +292,9 @@ def way_of(agreement: Agreement, backend: str | None, members: int) -> str:
 
 def devices_of(backend: str | None) -> dict[str, str]:
     """The backends of a group by type of device, in lower case; None is the default group's."""
-    if not backend and not dist.is_initialized():
-        return {}  # of a world that is only told
     if not backend:
+        if not dist.is_initialized():
+            return {}  # of a world that is only told
         backend = of_torch.backend_of(of_torch.default_group())
     return of_torch.devices_of(backend)
 
@@ -318,21 +343,24 @@ def bound_to(backend: str | None = None) -> str | None:
     device = of_torch.bound_device(of_torch.default_group())
     if device is None:
         return None
-    # Bound to that of a backend that torch splits, and the group has another one: it is not split.
-    if not _splits(device.type) or not is_split(backend):
+    # The default group is gloo's on this device, or torchcomms'.
+    if not _splits(device.type):
+        return None
+    # The group has another backend there: torch creates it anew.
+    if not is_split(backend):
         return None
     return device.type
 
 
-def can_wait(backend: str | None = None) -> bool:
-    """Whether NCCL's part of a group of ``backend`` connects on first use, if its options ask.
+def can_be_lazy(backend: str | None = None) -> bool:
+    """Whether NCCL's part of a group of ``backend`` is lazy, if its options ask.
 
     Torch then does not split it off a bound default group, so that its members alone create it.
     """
     return any(map(of_torch.waits_if_asked, devices_of(backend).values()))
 
 
-def connects_later(group: ProcessGroup) -> bool:
+def is_lazy(group: ProcessGroup) -> bool:
     """Whether the members of ``group`` connect on first use."""
     if group.size() == 1:
         return False
@@ -349,8 +377,9 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
 
     Raises RuntimeError if it fails or exceeds ``timeout``; the barrier may then still run.
     """
+    # NCCL's barrier needs a device, and the thread below has no current one.
     device_ids = None
-    device = of_torch.bound_device(group)  # a thread of its own has no current device
+    device = of_torch.bound_device(group)
     if device is not None:
         device_ids = [device.index]
     elif torch.accelerator.is_available():
@@ -364,7 +393,8 @@ def connect(group: ProcessGroup, timeout: timedelta) -> None:
         except BaseException as error:
             failures.append(error)
 
-    # NCCL waits without a limit for a member that is missing.
+    # In a thread, which is left alone after the timeout: NCCL waits without a limit for a member
+    # that is missing.
     name = f"connecting {group.group_name}"
     thread = threading.Thread(target=barrier, name=name, daemon=True)
     thread.start()
@@ -394,4 +424,5 @@ def creation_timeout(
         timeout = min(timeout, limit)
     # Of 60 seconds 12, of 5 seconds 2.
     least = min(timeout, timedelta(seconds=2))
-    return max(timeout / 5, least)
+    for_gloo = timeout / 5
+    return max(for_gloo, least)

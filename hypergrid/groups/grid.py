@@ -320,6 +320,7 @@ class HyperCommGrid:
                 yield pool
         except BaseException:
             if is_first:
+                pool.destroy(abort=True)  # a Ctrl-C may come when all ranks have their groups
                 self.pool = None
             raise
 

@@ -260,9 +260,10 @@ class GroupPool:
                     self._log_groups(before.groups, backend, time.monotonic() - begin)
         except BaseException as error:
             self._roll_back(before)
-            # A Ctrl-C may come when torch has the group and this pool does not.
+            # Torch may have groups that this pool has not: a Ctrl-C came in between, or the world
+            # has created several, and the first could not be taken into use.
             in_pool = [pooled.group for pooled in self.groups]
-            named = creation.named_groups(ranks_of, self.agreement.epoch)
+            named = creation.named_groups(label, ranks_of, self.agreement.epoch)
             closing.abort(group for group in named if group not in in_pool)
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, ranks_of.values(), backend, error) from error
@@ -284,7 +285,7 @@ class GroupPool:
         """
         agreement = self.agreement
         backend = options.get("backend")
-        waits = self.policy.connect == "lazy"
+        lazy = self.policy.connect == "lazy"
         way = way_of_one_rank = creation.way_of(agreement, backend, dist.get_world_size())
         if way != "members":  # a rank may create a group of its own without the others
             way_of_one_rank = creation.way_of(agreement, backend, 1)
@@ -309,7 +310,7 @@ class GroupPool:
                 if owner is not self:
                     shares = f"{shares} of an earlier {owner.owner}"
             elif is_by_members(ranks):
-                group = creation.by_members(name, ranks, agreement.epoch, waits, **options)
+                group = creation.by_members(name, ranks, agreement.epoch, lazy, **options)
             else:
                 # by_world returns this rank's groups in the order of ranks_of.
                 group = of_this_rank.pop(0)
@@ -356,7 +357,7 @@ class GroupPool:
         # A wrapper by outside code is none of torch's groups.
         if self.policy.connect != "eager" or not of_torch.is_registered(pooled.group):
             return
-        if not creation.connects_later(pooled.group):
+        if not creation.is_lazy(pooled.group):
             return
         backend = dist.get_backend(pooled.group)
         try:

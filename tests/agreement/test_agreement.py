@@ -21,8 +21,10 @@ from compat.colossalai import EnvironmentTable
 from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.physicsnemo import DistributedManager
 from hypergrid import AgreementError, CreationError, HyperCommGrid
+from hypergrid.agreement import commit, reports
 from hypergrid.agreement.commit import Phase, _Memory, _Round
 from hypergrid.agreement.reports import clear_before
+from hypergrid.agreement.store import abortable, end_waits
 from tests.support import table
 from tests.support.forked import from_all, on_ranks, open_groups, total
 
@@ -123,9 +125,23 @@ def test_one_text_for_all_and_the_next_round_works(kind, seed, tmp_path):
         assert SAYS[fault].format(odd) in heard
         (epoch,) = heard_by_all(ranks, ["agrees"] * WORLD, chance)
         clear_before(store, epoch)
-        if kind != "minimal":  # which cannot delete
+        if kind == "hash":  # the others cannot append, and one cannot delete
             key_counts.add(store.num_keys())
     assert len(key_counts) <= 1
+
+
+def test_a_rank_that_has_refused_is_counted_once_where_another_is_missing():
+    store = dist.HashStore()
+    ranks = [Rank(store, rank) for rank in range(WORLD)]
+    for rank in ranks[:2]:
+        rank.arrive()
+    ranks[2].arrive({"refused": "ValueError: no rank 2"}).round.report()  # rank 3 does not arrive
+    with ThreadPoolExecutor() as threads:
+        called = [threads.submit(ranks[number].outcome) for number in (0, 2)]
+        time.sleep(2)  # both have answered
+        called.append(threads.submit(ranks[1].outcome))
+    (heard,) = {each.result() for each in called}
+    assert heard.startswith("1 of 4 ranks (3) did not reach group creation")
 
 
 # A process that takes the place of a dead one.
@@ -148,10 +164,10 @@ def test_a_process_in_the_place_of_the_last_that_arrived_finds_its_round_decided
     store = dist.HashStore()
     ranks = [Rank(store, rank, 3).arrive() for rank in range(3)]
     assert {rank.outcome() for rank in ranks} == {"0..2/0"}
-    assert Rank(store, 2, 3).arrive().round.epoch == "0..2/1"
+    assert Rank(store, 2, 3).arrive().round.number == 1
 
 
-def test_what_a_rank_decided_holds_though_it_ended_before_it_published():
+def test_where_the_rank_that_closed_a_phase_ended_before_it_said_why_all_others_say_so():
     store = dist.HashStore()
     killed = mock.Mock(side_effect=SystemExit)
     phases = [Phase(store, range(3), rank, killed) for rank in range(3)]
@@ -161,8 +177,21 @@ def test_what_a_rank_decided_holds_though_it_ended_before_it_published():
         phases[2].publish("all have theirs")
     start = time.monotonic()
     for phase in phases[:2]:
-        assert phase.outcome(timedelta(seconds=2), "did not come") == "all have theirs"
+        outcome = phase.outcome(timedelta(seconds=2), "did not come")
+        assert outcome == "a rank of 0..2 ended before it could say what came out."
     assert time.monotonic() - start < 15
+
+
+def test_an_abort_while_others_still_read_of_a_failure_does_not_hide_it():
+    phase = Phase(dist.HashStore(), range(2), 0)
+
+    def aborted_meanwhile(_):
+        end_waits()
+        return True
+
+    with abortable(), mock.patch.object(commit, "serves", aborted_meanwhile):
+        reason = "KeyboardInterrupt: "
+        assert phase.fail(reason, timedelta(seconds=2), "did not finish") == reason
 
 
 # Every interface, on real ranks.
@@ -215,6 +244,27 @@ def test_ranks_that_ask_for_different_things_all_say_so_and_the_next_call_works(
     assert says in text
     assert len(open_groups()) == 1
     eval(call, INTERFACES, {"odd": False})
+
+
+@on_ranks(4)
+def test_where_a_rank_that_differs_says_it_too_late_all_refuse_with_one_text(rank):
+    report = reports.report
+
+    def reports_late(*arguments):
+        if rank == 2:
+            time.sleep(3)
+        return report(*arguments)
+
+    # Rank 0 gives up before rank 2 reports, and rank 1 after.
+    limit = timedelta(seconds=1 if rank == 0 else 6)
+    with (
+        mock.patch.object(commit, "_FOR_VERDICT", limit),
+        mock.patch.object(reports, "report", reports_late),
+        pytest.raises(AgreementError, match=r"1 of 4 ranks \(2\) did not say") as raised,
+    ):
+        ps.initialize_model_parallel(4 if rank == 2 else 2)
+    assert len({*from_all(str(raised.value))}) == 1
+    ps.initialize_model_parallel(2)
 
 
 @pytest.mark.parametrize(("call", "error", "says"), table("agreement/refusals.txt"))

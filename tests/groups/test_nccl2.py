@@ -104,7 +104,7 @@ def test_with_connect_lazy_members_alone_create_and_nothing_is_split_or_connecte
     assert state.pool.agreement.way == "members"
     assert {how for how, *_ in calls} == {"new"} and {call[2] for call in calls} == {True}
     assert sorted(ranks_by("new")) == sorted(pooled.ranks for pooled in state.pool.groups)
-    assert all(creation.connects_later(p.group) == (len(p.ranks) > 1) for p in state.pool.groups)
+    assert all(creation.is_lazy(p.group) == (len(p.ranks) > 1) for p in state.pool.groups)
 
 
 @on_ranks(4, backend="")
@@ -131,7 +131,7 @@ def test_off_an_unbound_default_group_several_connect_at_once_or_later_and_one_l
     later = creation.by_members("B", half, "epoch", True, **how)
     creation.by_members("C", [rank], "epoch", **how)
     assert [call[2] for call in calls] == [False, True, True] and not ranks_by("split")
-    assert [creation.connects_later(group) for group in (at_once, later)] == [False, True]
+    assert [creation.is_lazy(group) for group in (at_once, later)] == [False, True]
     # Each group has a copy of the options that were given.
     copied = later._get_backend(torch.device("cuda")).given_options
     assert copied.lazy_init and copied.is_high_priority_stream
@@ -141,9 +141,9 @@ def test_off_an_unbound_default_group_several_connect_at_once_or_later_and_one_l
 @pytest.mark.parametrize("name", ["nccl", "NCCL", "nccl2", "nccl-lazy", "cpu:gloo,cuda:nccl2"])
 def test_which_names_wait_is_asked_of_what_torch_would_call(fake_world, name):
     fake_world(1)
-    assert creation.can_wait(name)
-    assert not creation.can_wait("nccl-legacy") and not creation.can_wait("gloo")
+    assert creation.can_be_lazy(name)
+    assert not creation.can_be_lazy("nccl-legacy") and not creation.can_be_lazy("gloo")
     plugin = c10d.Backend._plugins["NCCL"]
     legacy = plugin._replace(creator_fn=c10d._create_nccl_process_group)  # TORCH_DIST_USE_NCCL2=0
     with mock.patch.dict(c10d.Backend._plugins, NCCL=legacy):
-        assert creation.can_wait(name) == (name.lower() != "nccl")
+        assert creation.can_be_lazy(name) == (name.lower() != "nccl")

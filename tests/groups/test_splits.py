@@ -18,7 +18,7 @@ from compat.state import ParallelState
 from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import creation
 from hypergrid.groups.creation import expected
-from hypergrid.groups.pool import live_pools
+from hypergrid.groups.pool import GroupPool, live_pools
 from hypergrid.policy import Policy
 from tests.support import nccl_rules
 from tests.support.backends import splitting as register_splitting
@@ -91,6 +91,23 @@ def test_a_split_has_the_groups_that_share_neither_ranks_nor_a_color(
         for place, name in zip(places, of_member, strict=True):
             assert name_of.setdefault(place, name) == name
     assert len({*name_of.values()}) == len(groups)
+
+
+@pytest.mark.parametrize("interrupted", ["pool.PooledGroup", "pool.GroupPool._take_into_use"])
+@pytest.mark.parametrize("way", ["split", "everyone"])
+@on_ranks(3)
+def test_where_the_first_of_several_groups_fails_the_others_are_closed_too(rank, way, interrupted):
+    pairs = [(0, 1), (1, 2), (0, 2)]
+    before = open_groups()
+    pool = GroupPool(Policy(creation=way))
+    ranks_of = {f"pair {number}": pair for number, pair in enumerate(pairs) if rank in pair}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        mock.patch(f"hypergrid.groups.{interrupted}", side_effect=KeyboardInterrupt),
+        pool.two_phase_commit(range(3), {}, timedelta(seconds=8)),
+    ):
+        pool.make("PAIRS", ranks_of, lambda: pairs)
+    assert open_groups() == before
 
 
 @on_ranks(4, backend="")

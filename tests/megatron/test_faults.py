@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -185,6 +185,37 @@ def test_an_interrupt_that_comes_when_torch_alone_has_a_group_leaves_none(rank):
     assert total(grid.create_pg("dp")) == 2
 
 
+@on_ranks(2)
+def test_an_interrupt_that_comes_when_all_ranks_have_their_groups_leaves_none(rank):
+    grid = HyperCommGrid([2], ["dp"])
+    before = open_groups()
+    with (
+        mock.patch("hypergrid.agreement.commit._tell_untold", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        grid.create_pg("dp")
+    grid.destroy(abort=True)
+    assert open_groups() == before
+
+
+@pytest.mark.parametrize("stdout", ["closed", "full", "in ASCII"])
+@on_ranks(2)
+def test_a_report_that_cannot_be_printed_is_a_warning_and_all_keep_their_groups(rank, stdout):
+    stream = open("/dev/full", "w", encoding="ascii")  # noqa: SIM115
+    if stdout == "closed":
+        stream.close()
+    report = "é" if stdout == "in ASCII" else "the report"
+    warned = pytest.warns(RuntimeWarning, match="the report cannot be printed: ")
+    with (
+        mock.patch.dict(os.environ, HYPERGRID_REPORT="1"),
+        mock.patch("compat.report.report", return_value=report),
+        mock.patch("sys.stdout", stream),
+        warned if rank == 0 else nullcontext(),
+    ):
+        ps.initialize_model_parallel(2)
+    assert total(ps.get_tensor_model_parallel_group()) == 2
+
+
 @on_ranks(4)
 def test_groups_are_aborted_also_where_no_thread_can_start(rank):
     ps.initialize_model_parallel(2)
@@ -321,7 +352,7 @@ def test_the_stores_connection_alone_gives_up_in_time_while_groups_are_made(rank
 
         def limits():
             limits_of_links = []
-            for link in (*connection._connections(store), client):
+            for link in (*connection.connections_to(store), client):
                 timeout = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
                 keeps_alive = link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 limits_of_links.append((timeout, keeps_alive, os.get_blocking(link.fileno())))
