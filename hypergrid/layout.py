@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -78,7 +78,6 @@ class RankLayout:
     dims: tuple[str, ...]
     sizes: tuple[int, ...]
     offset: int = 0
-    strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.dims, str):
@@ -104,11 +103,8 @@ class RankLayout:
             raise LayoutError(f"dim names must not repeat, got {shown(list(dims))}.")
         if offset < 0:
             raise LayoutError(f"the rank offset must not be negative, got {shown(offset)}.")
-        # The sizes 2, 2, 3 have the strides 1, 2, 4: the product of all, 12, is none. No sizes
-        # have no stride.
-        *strides, _ = accumulate(sizes, operator.mul, initial=1)
         # The dataclass is frozen.
-        self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=tuple(strides))
+        self.__dict__.update(dims=dims, sizes=sizes, offset=offset)
 
     @classmethod
     def from_order(cls, order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
@@ -141,6 +137,13 @@ class RankLayout:
         """The span itself."""
         return range(self.offset, self.offset + self.size)
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """For each dim the difference of the ranks of two neighbours on it."""
+        # The sizes 2, 2, 3 have the strides 1, 2, 4: the product of all, 12, is none.
+        *strides, _ = accumulate(self.sizes, operator.mul, initial=1)
+        return tuple(strides)
+
     @property
     def stop(self) -> int:
         """One more than the largest rank: a world needs that many."""
@@ -167,10 +170,8 @@ class RankLayout:
         if self.size == 1:
             return f"RankLayout(rank {self.offset})"
         # Dims of size 1 part no ranks: Megatron's layouts have up to five of them.
-        named_sizes = []
-        for dim, size in zip(self.dims, self.sizes, strict=True):
-            if size > 1:
-                named_sizes.append(f"{dim}={size}")
+        trimmed = self.trimmed
+        named_sizes = map("{}={}".format, trimmed.dims, trimmed.sizes)
         sizes = "-".join(named_sizes)
         return f"RankLayout({sizes}, ranks {span_of(self.ranks)})"
 
@@ -200,9 +201,8 @@ class RankLayout:
     def rank(self, **coordinates: int) -> int:
         """The rank at ``coordinates``; a dim left out counts as 0."""
         rank = self.offset
-        self.axes(coordinates)  # refuses an unknown dim
-        for dim, value in coordinates.items():
-            axis = self.dims.index(dim)
+        axes = self.axes(coordinates)
+        for axis, (dim, value) in zip(axes, coordinates.items(), strict=True):
             size = self.sizes[axis]
             coordinate = whole(value, f"coordinates such as {dim}")
             if not 0 <= coordinate < size:
@@ -227,11 +227,12 @@ class RankLayout:
         # Widen the group dim by dim. Rank 3 of (tp=2, pp=2): [3], over tp [2, 3], over pp [0..3].
         members = [rank]
         for axis in sorted(self.axes(dims)):
+            size = self.sizes[axis]
             stride = self.strides[axis]
-            own_coordinate = position // stride % self.sizes[axis]
+            own_coordinate = position // stride % size
             widened: list[int] = []
-            for coordinate in range(self.sizes[axis]):
-                distance = (coordinate - own_coordinate) * stride
+            for steps in range(-own_coordinate, size - own_coordinate):
+                distance = steps * stride
                 widened.extend(member + distance for member in members)
             members = widened
         return members

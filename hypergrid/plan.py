@@ -232,23 +232,11 @@ class GroupPlan:
                 f"a plan of schema {saved.schema} cannot be read: this release of hypergrid reads "
                 f"schema {SCHEMA}."
             )
-        layouts = {}
-        for name, layout in saved.layouts.items():
-            layouts[name] = RankLayout(layout.dims, layout.sizes, layout.offset)
-        return cls(layouts, saved.group_rows)
+        return cls(saved.layouts, saved.group_rows)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly when their plans are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-
-@dataclass
-class _Layout:
-    """A layout as ``to_json`` writes it."""
-
-    dims: tuple[str, ...]
-    sizes: tuple[int, ...]
-    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -263,7 +251,7 @@ class _Saved:
     """The data that ``to_json`` writes."""
 
     schema: int | None = None
-    layouts: dict[str, _Layout] = field(default_factory=dict)
+    layouts: dict[str, RankLayout] = field(default_factory=dict)
     rows: tuple[_Row, ...] = ()
 
     def __post_init__(self) -> None:
