@@ -39,6 +39,7 @@ from hypergrid.agreement.store import (
     look_until,
     sockets,
 )
+from hypergrid.groups import closing
 
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -332,7 +333,9 @@ def shut(groups: Collection[ProcessGroup]) -> int:
     """
     # Where nobody can tell which of two groups has a socket, they are shut only together.
     other_groups = of_torch.registered_groups().keys() - groups
-    listeners = _listeners(groups) - _listeners(other_groups)
+    # A forked child has the sockets of its parent, which uses them.
+    own_groups = set(groups) - closing.inherited
+    listeners = _listeners(own_groups) - _listeners(other_groups)
     count = 0
     for members in _event_loops():
         if not listeners.isdisjoint(_inodes(members)):
@@ -393,14 +396,3 @@ def _members(lines: Iterable[str]) -> list[Descriptor]:
             if int(words[5], 16) != number:
                 members.append(Descriptor(number, inode))
     return members
-
-
-def _inherit() -> None:
-    """In a forked child no group has listeners, as the parent uses the sockets."""
-    _listeners_of.clear()
-    for group in of_torch.registered_groups():
-        _remember(group, set())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_inherit)
