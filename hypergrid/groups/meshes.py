@@ -97,19 +97,15 @@ def join(mesh_dims: MeshDims, names: Iterable[str]) -> list[str]:
 
 
 def _named(mesh_dims: MeshDims, dims: Dims) -> list[str]:
-    """The dims of a mesh that ``dims`` names, in the order of the mesh. ValueError on others."""
-    # The name of a dim of the mesh may have a hyphen: "shard-cp".
-    if isinstance(dims, str) and dims in mesh_dims:
-        dims = [dims]
-    elif isinstance(dims, str):
-        dims = dims.split("-")
-    names = set(dims)
-    if not names <= set(mesh_dims) or len(names) < 2:
+    """The dims of a mesh that ``dims`` names, in the order of the mesh. LayoutError on others."""
+    fastest_first = tuple(mesh_dims)[::-1]
+    mesh = RankLayout(fastest_first, (1,) * len(fastest_first))
+    names = ordered(mesh, dims)
+    if len(names) < 2:
         raise ValueError(
-            f"cannot flatten {sorted(names)}: name two dims of the mesh or more, of "
-            f"{list(mesh_dims)}."
+            f"cannot flatten {names}: name two dims of the mesh or more, of {list(mesh_dims)}."
         )
-    return [name for name in mesh_dims if name in names]
+    return names
 
 
 def ranks_of(layout: RankLayout, rank: int, mesh_dims: Sequence[Sequence[str]]) -> torch.Tensor:
