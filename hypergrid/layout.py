@@ -279,11 +279,9 @@ class RankLayout:
                 f"{dim}={size} cannot be split into {dict(parts)}: their product is {product}."
             )
         # The parts take the place of the dim: (cp, dp) becomes (near, far, dp).
-        dims = list(self.dims)
-        dims[axis : axis + 1] = parts.keys()
-        sizes = list(self.sizes)
-        sizes[axis : axis + 1] = parts.values()
-        return replace(self, dims=tuple(dims), sizes=tuple(sizes))
+        dims = (*self.dims[:axis], *parts, *self.dims[axis + 1 :])
+        sizes = (*self.sizes[:axis], *parts.values(), *self.sizes[axis + 1 :])
+        return replace(self, dims=dims, sizes=sizes)
 
     def axes(self, dims: Dims) -> list[int]:
         """Positions of ``dims``: one name, names joined by ``"-"``, or an iterable of names."""

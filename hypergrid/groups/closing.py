@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -131,12 +131,12 @@ def close(label_of: Mapping[ProcessGroup, str]) -> dict[ProcessGroup, str]:
     for group in in_torchs_order:
         begin = time.monotonic()
         name = name_of.get(group)
-        watched: AbstractContextManager[None] = nullcontext()
         try:
-            if store is not None and name is not None and group.size() > 1:
-                ranks = sorted(dist.get_process_group_ranks(group))
-                watched = watched_closing(store, dist.get_rank(), name, label_of[group], ranks)
-            with watched:
+            with ExitStack() as watched:
+                if store is not None and name is not None and group.size() > 1:
+                    ranks = sorted(dist.get_process_group_ranks(group))
+                    watching = watched_closing(store, dist.get_rank(), name, label_of[group], ranks)
+                    watched.enter_context(watching)
                 dist.destroy_process_group(group)
         except RuntimeError as error:
             reasons[group] = in_words(error)
