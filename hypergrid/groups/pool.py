@@ -182,15 +182,14 @@ class GroupPool:
         self, label: str, ranks: Ranks, kind: Kind | None
     ) -> tuple[GroupPool, str] | None:
         """The pool and the label whose communicator a group uses; None for one of its own."""
-        if kind is None or self.policy.share == "none":
-            return None
         owner = owner_of(self._owners, label, ranks, kind, self.policy)
         if owner is not None:
             return self, owner
-        for lender in self._lenders:
-            owner = lender._owners.get(kind.over(ranks))
-            if owner is not None:
-                return lender, owner
+        if kind is not None:
+            for lender in self._lenders:
+                owner = lender._owners.get(kind.over(ranks))
+                if owner is not None:
+                    return lender, owner
         return None
 
     def _contents(self) -> _Contents:
@@ -285,9 +284,9 @@ class GroupPool:
         agreement = self.agreement
         backend = options.get("backend")
         waits = self.policy.connect == "lazy"
-        way = way_of_one_rank = creation.way_of(agreement, backend, dist.get_world_size())
-        if way != "members":  # a rank may create a group of its own without the others
-            way_of_one_rank = creation.way_of(agreement, backend, 1)
+        way = creation.way_of(agreement, backend, dist.get_world_size())
+        # A rank may create a group of its own without the others.
+        way_of_one_rank = creation.way_of(agreement, backend, 1)
 
         def is_by_members(ranks: Ranks) -> bool:
             return (way_of_one_rank if len(ranks) == 1 else way) == "members"
@@ -336,10 +335,10 @@ class GroupPool:
         """
         if not isinstance(group, ProcessGroup):
             return
-        owners = [pooled.label for pooled in self.groups if pooled.group is group]
+        labels = [pooled.label for pooled in self.groups if pooled.group is group]
+        shares = next(iter(labels), None)
         if group is of_torch.default_group():
-            owners = [DEFAULT]
-        shares = owners[0] if owners else None
+            shares = DEFAULT
         adopted = PooledGroup(label, tuple(ranks), group, dims, shares)
         self.groups.append(adopted)
         self._take_into_use(adopted)
