@@ -260,9 +260,7 @@ class GroupPool:
         except BaseException as error:
             self._roll_back(before)
             # A Ctrl-C may come when torch has the group and this pool does not.
-            in_pool = [pooled.group for pooled in self.groups]
-            named = creation.named_groups(ranks_of, self.agreement.epoch)
-            closing.abort(group for group in named if group not in in_pool)
+            closing.abort(creation.named_groups(ranks_of, self.agreement.epoch))
             if type(error) is RuntimeError or isinstance(error, dist.DistError):
                 raise self._failure(label, ranks_of.values(), backend, error) from error
             raise
@@ -490,10 +488,10 @@ class GroupPool:
         if self.suspended is None:
             raise RuntimeError(f"the groups of {self.owner} are not suspended.")
         begin = time.monotonic()
-        for pool in self._others():
+        groups = [pooled.group for pooled in self.groups]
+        for pool in [*self._others(), self]:
             if pool.suspended is not None:
-                pool.suspended.wake([pooled.group for pooled in self.groups])
-        self.suspended.wake()
+                pool.suspended.wake(groups)
         self.suspended = None
         _log.info("resume of %s: done in %.3f s", self.owner, time.monotonic() - begin)
 
