@@ -307,13 +307,12 @@ def parts_of(group: ProcessGroup, without: Collection[str] = ()) -> list[Any]:
 
     But for what does it on the types of device ``without``.
     """
-    parts: list[Any] = []
+    parts = {}
     for device in device_types(group):
         if device not in without:
             part = part_of(group, device)
-            if not any(part is earlier for earlier in parts):
-                parts.append(part)
-    return parts
+            parts[id(part)] = part
+    return list(parts.values())
 
 
 def part_of(group: ProcessGroup, device: torch.device | str) -> Any:

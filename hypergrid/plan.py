@@ -88,10 +88,10 @@ class GroupRow:
         """The groups made of one of ``size`` members, as the members' places in it."""
         # Of five members with chunk=2: [0, 1], [2, 3], [4].
         step = self.chunk or size
+        places = list(range(size))
         parts = []
         for start in range(0, size, step):
-            stop = min(start + step, size)
-            run = list(range(start, stop))
+            run = places[start : start + step]
             if self.pick == "first":
                 run = run[:1]
             elif self.pick == "ends" and len(run) > 1:  # one member is both ends

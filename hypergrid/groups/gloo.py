@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -250,7 +251,7 @@ class _InTime(Store):
     abort comes, or when another rank has failed, which will then not publish its address.
     """
 
-    def __init__(self, store: Any, timeout: timedelta, size: int) -> None:
+    def __init__(self, store: Store, timeout: timedelta, size: int) -> None:
         super().__init__()
         self._store = store
         self._timeout = timeout
@@ -258,15 +259,13 @@ class _InTime(Store):
         self._ranks = dist.get_world_size() if dist.is_initialized() else size
 
     def has_extended_api(self) -> bool:
-        extended: bool = self._store.has_extended_api()
-        return extended
+        return bool(self._store.has_extended_api())  # type: ignore[attr-defined]
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        value: bytes = self._store.get(key)
-        return value
+        return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         begin = time.monotonic()
@@ -290,7 +289,7 @@ class _InTime(Store):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.wait(keys)
-        values: list[bytes] = self._store.multi_get(keys)
+        values = self._store.multi_get(keys)
         _check_room(0)  # again: the members have taken a while, and the threads start next
         return values
 
@@ -317,10 +316,8 @@ def note_default() -> None:
     if device_count == 0 or ref(default) in _listeners_of:
         return
     of_other_groups = _listeners(of_torch.registered_groups())
-    numbers = []
-    for members in _event_loops():
-        for descriptor in members:
-            numbers.append(descriptor.number)
+    members_of_loops = chain.from_iterable(_event_loops())
+    numbers = [descriptor.number for descriptor in members_of_loops]
     listeners = _inodes(sockets(listens, numbers)) - of_other_groups
     _remember(default, listeners if len(listeners) == device_count else set())
 

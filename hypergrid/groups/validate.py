@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import chain, combinations
 
 from hypergrid.groups import grid
 from hypergrid.layout import RankLayout
@@ -29,9 +29,7 @@ def validate_grids(
                 f"declared together have all ranks in common or none. Change an offset or a shape."
             )
     world = set(range(world_size))
-    covered = set[int]()
-    for layout in layouts:
-        covered.update(layout.ranks)
+    covered = set(chain.from_iterable(layout.ranks for layout in layouts))
     ranks = sorted(world - covered)
     fault = "are in no grid"
     if not ranks:
