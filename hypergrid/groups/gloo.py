@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import resource
 import socket
 import threading
@@ -23,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -53,6 +55,8 @@ _OF_A_DEVICE = 4  # descriptors
 # are another transport than TCP.
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
 
+# tfd: 12 events: 19 data: 7f3c08 pos:0 ino:5e21 sdev:9
+_MEMBER = re.compile(r"tfd: +(\d+) events: +\w+ data: +(\w+) +pos:\d+ ino:(\w+)")
 # For each group the inodes of the listening sockets that its connections belong to. The references
 # have no callback: Python ignores what a callback raises, and so a Ctrl-C that arrived while gloo
 # ended the group before.
@@ -376,20 +380,15 @@ def _event_loops() -> list[list[Descriptor]]:
     for number in descriptors():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{number}") == "anon_inode:[eventpoll]":
-                with open(f"/proc/self/fdinfo/{number}") as lines:
-                    loops.append(_members(lines))
+                text = Path(f"/proc/self/fdinfo/{number}").read_text()
+                loops.append(_members(text))
     return loops
 
 
-def _members(lines: Iterable[str]) -> list[Descriptor]:
+def _members(text: str) -> list[Descriptor]:
     members = []
-    for line in lines:
-        # tfd: 12 events: 19 data: 7f3c08 pos:0 ino:5e21 sdev:9
-        if line.startswith("tfd:"):
-            words = line.split()
-            number = int(words[1])
-            inode = int(words[7].removeprefix("ino:"), 16)
-            # Other libraries register a descriptor by its number, gloo by an address.
-            if int(words[5], 16) != number:
-                members.append(Descriptor(number, inode))
+    for number, data, inode in _MEMBER.findall(text):
+        # Other libraries register a descriptor by its number, gloo by an address.
+        if int(data, 16) != int(number):
+            members.append(Descriptor(int(number), int(inode, 16)))
     return members
