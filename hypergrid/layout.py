@@ -173,35 +173,41 @@ class RankLayout:
         trimmed = self.trimmed
         named_sizes = map("{}={}".format, trimmed.dims, trimmed.sizes)
         sizes = "-".join(named_sizes)
-        return f"RankLayout({sizes}, ranks {span_of(self.ranks)})"
+        span = span_of(self.ranks)
+        return f"RankLayout({sizes}, ranks {span})"
 
     def dim_size(self, dims: Dims) -> int:
         """Number of ranks in a group over ``dims``."""
         # Over tp=2 and dp=3: 6. Over no dim: 1.
-        return prod(self.sizes[axis] for axis in self.axes(dims))
+        axes = self.axes(dims)
+        return prod(self.sizes[axis] for axis in axes)
 
     def size_of(self, dim: str) -> int:
         """The size of one dim; 1 if the layout does not have it."""
         if dim not in self.dims:
             return 1
-        return self.sizes[self.dims.index(dim)]
+        axis = self.dims.index(dim)
+        return self.sizes[axis]
 
     def stride(self, dim: str) -> int:
         """The difference of the ranks of two neighbours on ``dim``."""
-        return self.strides[self.axes((dim,))[0]]
+        (axis,) = self.axes((dim,))
+        return self.strides[axis]
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of ``rank`` on each dim, in the order of the dims."""
         position = self._position(rank)
         coordinates = {}
         for dim, size, stride in zip(self.dims, self.sizes, self.strides, strict=True):
-            coordinates[dim] = position // stride % size
+            # Position 5 is 2 steps of stride 2 on: in a dim of size 2 that is once around, to 0.
+            steps = position // stride
+            coordinates[dim] = steps % size
         return coordinates
 
     def rank(self, **coordinates: int) -> int:
         """The rank at ``coordinates``; a dim left out counts as 0."""
         rank = self.offset
-        axes = self.axes(coordinates)
+        axes = self.axes(coordinates)  # refuses an unknown dim
         for axis, (dim, value) in zip(axes, coordinates.items(), strict=True):
             size = self.sizes[axis]
             coordinate = whole(value, f"coordinates such as {dim}")
@@ -263,7 +269,8 @@ class RankLayout:
     def orthogonal(self, dims: Dims) -> tuple[str, ...]:
         """All dims that are not in ``dims``: a group and its orthogonal group share one rank."""
         named = ordered(self, dims)
-        return tuple([dim for dim in self.dims if dim not in named])
+        others = [dim for dim in self.dims if dim not in named]
+        return tuple(others)
 
     def split(self, dim: str, parts: Mapping[str, int]) -> RankLayout:
         """The same span with ``dim`` factorised into ``parts``, fastest first.

@@ -59,9 +59,9 @@ def flatten(
 ) -> None:
     """Let ``parts`` of the mesh, flattened as ``name``, have ``group``."""
     part = mesh[tuple(parts)]
+    ranks = part.mesh.flatten().tolist()
     # Not over a-c and b: torch takes the ranks by a, c, b, and the group by a, b, c.
-    is_in_order = part.mesh.flatten().tolist() == dist.get_process_group_ranks(group)
-    if is_in_order:
+    if ranks == dist.get_process_group_ranks(group):
         of_torch.flatten(part, name, group)
     elif must:
         raise ValueError(
@@ -80,9 +80,10 @@ def joined_dims(layout: RankLayout, dims: Dims | None) -> dict[str, list[str]]:
         dims = layout.dims
     elif isinstance(dims, str):
         dims = ordered(layout, dims)
-    names = [*dims]
+    names = list(dims)
     joined_by_name = {name: ordered(layout, name) for name in names}
-    layout.axes(join(joined_by_name, names))  # refuses a dim that is there twice
+    all_dims = join(joined_by_name, names)
+    layout.axes(all_dims)  # refuses a dim that is there twice
 
     def slowest_axis(name: str) -> int:
         return max(layout.axes(joined_by_name[name]))
@@ -123,6 +124,9 @@ def ranks_of(layout: RankLayout, rank: int, mesh_dims: Sequence[Sequence[str]]) 
 
 def _device_type(group: ProcessGroup | None) -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type in of_torch.device_types(group):
-        return accelerator.type
-    return "cpu"
+    if accelerator is None:
+        return "cpu"
+    # An accelerator is of no use to a group of gloo alone.
+    if accelerator.type not in of_torch.device_types(group):
+        return "cpu"
+    return accelerator.type

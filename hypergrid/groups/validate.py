@@ -18,12 +18,18 @@ def validate_grids(
     Any two must lay out the same ranks or have none in common, and each rank of the world must
     be in one. ValueError otherwise: it names the ranks in conflict, or those in no grid.
     """
-    layouts = [g if isinstance(g, RankLayout) else g.layout for g in grids]
+    layouts = []
+    for given in grids:
+        layout = given if isinstance(given, RankLayout) else given.layout
+        layouts.append(layout)
     if world_size is None:
         world_size = grid.known_world_size()
+    # Two layouts of the same ranks have all of them in common.
     for first, second in combinations(layouts, 2):
+        if first.ranks == second.ranks:
+            continue
         common = sorted(set(first.ranks) & set(second.ranks))
-        if common and first.ranks != second.ranks:
+        if common:
             raise ValueError(
                 f"{first!r} and {second!r} overlap on ranks {few(common)} only: grids that are "
                 f"declared together have all ranks in common or none. Change an offset or a shape."
