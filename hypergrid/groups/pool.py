@@ -182,14 +182,15 @@ class GroupPool:
         self, label: str, ranks: Ranks, kind: Kind | None
     ) -> tuple[GroupPool, str] | None:
         """The pool and the label whose communicator a group uses; None for one of its own."""
+        if kind is None or self.policy.share == "none":
+            return None
         owner = owner_of(self._owners, label, ranks, kind, self.policy)
         if owner is not None:
             return self, owner
-        if kind is not None:
-            for lender in self._lenders:
-                owner = lender._owners.get(kind.over(ranks))
-                if owner is not None:
-                    return lender, owner
+        for lender in self._lenders:
+            owner = lender._owners.get(kind.over(ranks))
+            if owner is not None:
+                return lender, owner
         return None
 
     def _contents(self) -> _Contents:
@@ -282,9 +283,9 @@ class GroupPool:
         agreement = self.agreement
         backend = options.get("backend")
         waits = self.policy.connect == "lazy"
-        way = creation.way_of(agreement, backend, dist.get_world_size())
-        # A rank may create a group of its own without the others.
-        way_of_one_rank = creation.way_of(agreement, backend, 1)
+        way = way_of_one_rank = creation.way_of(agreement, backend, dist.get_world_size())
+        if way != "members":  # a rank may create a group of its own without the others
+            way_of_one_rank = creation.way_of(agreement, backend, 1)
 
         def is_by_members(ranks: Ranks) -> bool:
             return (way_of_one_rank if len(ranks) == 1 else way) == "members"
