@@ -19,8 +19,8 @@ def validate_grids(
     be in one. ValueError otherwise: it names the ranks in conflict, or those in no grid.
     """
     layouts = []
-    for given in grids:
-        layout = given if isinstance(given, RankLayout) else given.layout
+    for declared in grids:
+        layout = declared if isinstance(declared, RankLayout) else declared.layout
         layouts.append(layout)
     if world_size is None:
         world_size = grid.known_world_size()
