@@ -164,6 +164,35 @@ class Abilities:
     can_connect_lazily: bool = True
 
 
+class Way(NamedTuple):
+    """Who creates a group, and why: where all conditions that are not None hold."""
+
+    creators: str  # the choice of ``creation``
+    why: str
+    obstacle: bool | None = None  # members alone cannot create any group
+    one_rank: bool | None = None
+    bound: bool | None = None  # the default group is, and its splits want every rank
+    splits: bool | None = None  # torch splits such a group where the default group is bound
+    asked: str | None = None  # by ``creation``
+
+
+# The first row that holds decides, on all ranks alike.
+WAYS = (
+    Way("everyone", "members alone cannot create a group here", obstacle=True),
+    Way("members", "a group of one rank has nobody to connect to", one_rank=True),
+    Way(
+        "members",
+        "torch splits no such group, and nobody else takes part",
+        bound=True,
+        splits=False,
+    ),
+    Way("everyone", "creation='everyone'", asked="everyone"),
+    Way("split", "creation='split'", splits=True, asked="split"),
+    Way("split", "torch splits each such group, with every rank", bound=True),
+    Way("members", "nobody else is needed"),
+)
+
+
 @dataclass(frozen=True)
 class Agreement:
     """The result on which the ranks of a window have agreed."""
@@ -185,25 +214,21 @@ class Agreement:
         return self.obstacle or self.bound
 
     def way_of(self, one_rank: bool, splits: bool) -> str:
-        """Who creates a group, alike on all ranks: the first of these conditions that holds.
+        """Who creates a group: the choice of ``creation`` in the first row of ``WAYS`` that holds.
 
         ``splits`` says whether torch splits such a group where the default group is bound.
         """
-        if self.obstacle:
-            return "everyone"
-        # A group of one rank has nobody to connect to.
-        if one_rank:
-            return "members"
-        # Nobody else takes part in a group that torch does not split.
-        if self.bound and not splits:
-            return "members"
-        if self.creation == "everyone":
-            return "everyone"
-        if self.creation == "split" and splits:
-            return "split"
-        if self.bound:
-            return "split"
-        return "members"
+        facts = {
+            "obstacle": bool(self.obstacle),
+            "one_rank": one_rank,
+            "bound": bool(self.bound),
+            "splits": splits,
+            "asked": self.creation,
+        }
+        for way in WAYS:
+            if all(getattr(way, name) in (None, fact) for name, fact in facts.items()):
+                return way.creators
+        raise AssertionError("the last row holds always")
 
     def is_as(self, other: Agreement) -> bool:
         """Whether the same ranks take part in creating each group as under ``other``."""

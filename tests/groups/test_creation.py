@@ -1,6 +1,5 @@
 """How groups are made: by whom, shared with whom, connected when."""
 
-import itertools
 import os
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from hypergrid import AgreementError, HyperCommGrid, of_torch
 from hypergrid.groups import creation, gloo
-from hypergrid.policy import Abilities, Agreement, Policy, choose
+from hypergrid.policy import WAYS, Abilities, Agreement, Policy, choose
 from tests.support import ROOT
 from tests.support.forked import from_all, join, on_ranks, open_groups, run_ranks
 from tests.support.groups import check_all_reduce, state_groups
@@ -61,30 +60,30 @@ one_rank_cannot = pytest.mark.parametrize(
 )
 
 
-def test_the_first_row_of_the_page_that_holds_says_who_creates_a_group():
+WORDS = {
+    ("obstacle", True): "an obstacle",
+    ("one_rank", True): "one rank",
+    ("bound", True): "a bound default group",
+    ("splits", True): "split by torch",
+    ("splits", False): "not split by torch",
+}
+
+
+def test_the_page_has_the_table_of_who_creates_a_group():
     page = (ROOT / "docs" / "groups.md").read_text()
     table = page.partition("| Where | `creation` | Why |")[2].partition("\n\n")[0]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
-    assert len(rows) == 7
-    flags = (True, False)
-    asked = ("auto", "members", "split", "everyone")
-    for obstacle, one_rank, bound, splits, way in itertools.product(*4 * [flags], asked):
-        holds = {
-            "an obstacle": obstacle,
-            "one rank": one_rank,
-            "a bound default group": bound,
-            "split by torch": splits,
-            "not split by torch": not splits,
-            "else": True,
-            f"asked for {way}": True,
-        }
-        agreement = Agreement(
-            "", way, obstacle="MPI" if obstacle else "", bound="a device" if bound else ""
-        )
-        for where, creators, _ in rows:
-            if all(holds.get(words) for words in where.split(", ")):
-                assert agreement.way_of(one_rank, splits) == creators
-                break
+    for (where, creators, why), way in zip(rows, WAYS, strict=True):
+        assert (creators, why) == (way.creators, way.why)
+        conditions = way._asdict()
+        words = [word for (name, value), word in WORDS.items() if conditions[name] is value]
+        if way.asked is not None:
+            words.append(f"asked for {way.asked}")
+        assert where == (", ".join(words) or "else")
+
+
+def test_the_last_way_is_for_every_group():
+    assert WAYS[-1][2:] == (None,) * len(WAYS[-1][2:])
 
 
 @one_rank_cannot
