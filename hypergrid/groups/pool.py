@@ -547,7 +547,10 @@ class GroupPool:
 def label_of(
     groups: Iterable[PooledGroup], users: Iterable[GroupPool] = ()
 ) -> dict[ProcessGroup, str]:
-    """Torch's groups among these that none of ``users`` has, each with its first label."""
+    """Torch's groups among these that none of ``users`` has, with their labels.
+
+    The label of each is the one that it was created for, or else its first among these.
+    """
     registered = of_torch.registered_groups()
     used = set[int]()
     for pool in users:
@@ -557,8 +560,11 @@ def label_of(
         # Outside code may have destroyed a group, or returned another object for it.
         if pooled.shares == DEFAULT or pooled.group not in registered:
             continue
-        if id(pooled.group) not in used:
-            labels.setdefault(pooled.group, pooled.label)
+        if id(pooled.group) in used:
+            continue
+        labels.setdefault(pooled.group, pooled.label)
+        if pooled.shares is None:
+            labels[pooled.group] = pooled.label
     return labels
 
 
