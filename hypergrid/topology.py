@@ -90,7 +90,7 @@ def _numbered(hosts: Any, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
     is_count = isinstance(hosts, int | np.integer) and not isinstance(hosts, bool)
     if is_count and hosts > 0:
         # Of 10 ranks with 4 on a host, the third host has the last two.
-        numbers = np.arange(ranks) // hosts
+        numbers = np.arange(ranks) // int(hosts)
         host_count = numbers[-1] + 1
         names = [f"host{number}" for number in range(host_count)]
         return tuple(names), numbers
