@@ -105,7 +105,8 @@ def decoded(text: str | bytes, kind: type[T], title: str) -> T:
         raise FileError(f"{title} is nested too deeply.") from None
     except msgspec.ValidationError as error:
         # "Expected `int`, got `str` - at `$.rows[0].chunk`"
-        reason = str(error).replace(" - at `$", ", at `").replace("`.", "`")
+        reason = str(error).replace(". - at", " - at").replace(" - at `$", ", at `")
+        reason = reason.replace("`.", "`")
         reason = f"{reason[:1].lower()}{reason[1:300]}"
         raise FileError(f"{title} is not valid: {reason}.") from None
     except (ValueError, TypeError, OverflowError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -78,7 +78,6 @@ class RankLayout:
     dims: tuple[str, ...]
     sizes: tuple[int, ...]
     offset: int = 0
-    strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.dims, str):
@@ -104,11 +103,8 @@ class RankLayout:
             raise LayoutError(f"dim names must not repeat, got {shown(list(dims))}.")
         if offset < 0:
             raise LayoutError(f"the rank offset must not be negative, got {shown(offset)}.")
-        # The sizes 2, 2, 3 have the strides 1, 2, 4: the product of all, 12, is none. No sizes
-        # have no stride.
-        *strides, _ = accumulate(sizes, operator.mul, initial=1)
         # The dataclass is frozen.
-        self.__dict__.update(dims=dims, sizes=sizes, offset=offset, strides=tuple(strides))
+        self.__dict__.update(dims=dims, sizes=sizes, offset=offset)
 
     @classmethod
     def from_order(cls, order: str, sizes: Mapping[str, int], offset: int = 0) -> RankLayout:
@@ -141,6 +137,13 @@ class RankLayout:
         """The span itself."""
         return range(self.offset, self.offset + self.size)
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """For each dim the difference of the ranks of two neighbours on it."""
+        # The sizes 2, 2, 3 have the strides 1, 2, 4: the product of all, 12, is none.
+        *strides, _ = accumulate(self.sizes, operator.mul, initial=1)
+        return tuple(strides)
+
     @property
     def stop(self) -> int:
         """One more than the largest rank: a world needs that many."""
@@ -167,42 +170,45 @@ class RankLayout:
         if self.size == 1:
             return f"RankLayout(rank {self.offset})"
         # Dims of size 1 part no ranks: Megatron's layouts have up to five of them.
-        named_sizes = []
-        for dim, size in zip(self.dims, self.sizes, strict=True):
-            if size > 1:
-                named_sizes.append(f"{dim}={size}")
+        trimmed = self.trimmed
+        named_sizes = map("{}={}".format, trimmed.dims, trimmed.sizes)
         sizes = "-".join(named_sizes)
-        return f"RankLayout({sizes}, ranks {span_of(self.ranks)})"
+        span = span_of(self.ranks)
+        return f"RankLayout({sizes}, ranks {span})"
 
     def dim_size(self, dims: Dims) -> int:
         """Number of ranks in a group over ``dims``."""
         # Over tp=2 and dp=3: 6. Over no dim: 1.
-        return prod(self.sizes[axis] for axis in self.axes(dims))
+        axes = self.axes(dims)
+        return prod(self.sizes[axis] for axis in axes)
 
     def size_of(self, dim: str) -> int:
         """The size of one dim; 1 if the layout does not have it."""
         if dim not in self.dims:
             return 1
-        return self.sizes[self.dims.index(dim)]
+        axis = self.dims.index(dim)
+        return self.sizes[axis]
 
     def stride(self, dim: str) -> int:
         """The difference of the ranks of two neighbours on ``dim``."""
-        return self.strides[self.axes((dim,))[0]]
+        (axis,) = self.axes((dim,))
+        return self.strides[axis]
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Position of ``rank`` on each dim, in the order of the dims."""
         position = self._position(rank)
         coordinates = {}
         for dim, size, stride in zip(self.dims, self.sizes, self.strides, strict=True):
-            coordinates[dim] = position // stride % size
+            # Position 5 is 2 steps of stride 2 on: in a dim of size 2 that is once around, to 0.
+            steps = position // stride
+            coordinates[dim] = steps % size
         return coordinates
 
     def rank(self, **coordinates: int) -> int:
         """The rank at ``coordinates``; a dim left out counts as 0."""
         rank = self.offset
-        self.axes(coordinates)  # refuses an unknown dim
-        for dim, value in coordinates.items():
-            axis = self.dims.index(dim)
+        axes = self.axes(coordinates)  # refuses an unknown dim
+        for axis, (dim, value) in zip(axes, coordinates.items(), strict=True):
             size = self.sizes[axis]
             coordinate = whole(value, f"coordinates such as {dim}")
             if not 0 <= coordinate < size:
@@ -227,11 +233,12 @@ class RankLayout:
         # Widen the group dim by dim. Rank 3 of (tp=2, pp=2): [3], over tp [2, 3], over pp [0..3].
         members = [rank]
         for axis in sorted(self.axes(dims)):
+            size = self.sizes[axis]
             stride = self.strides[axis]
-            own_coordinate = position // stride % self.sizes[axis]
+            own_coordinate = position // stride % size
             widened: list[int] = []
-            for coordinate in range(self.sizes[axis]):
-                distance = (coordinate - own_coordinate) * stride
+            for steps in range(-own_coordinate, size - own_coordinate):
+                distance = steps * stride
                 widened.extend(member + distance for member in members)
             members = widened
         return members
@@ -262,7 +269,8 @@ class RankLayout:
     def orthogonal(self, dims: Dims) -> tuple[str, ...]:
         """All dims that are not in ``dims``: a group and its orthogonal group share one rank."""
         named = ordered(self, dims)
-        return tuple([dim for dim in self.dims if dim not in named])
+        others = [dim for dim in self.dims if dim not in named]
+        return tuple(others)
 
     def split(self, dim: str, parts: Mapping[str, int]) -> RankLayout:
         """The same span with ``dim`` factorised into ``parts``, fastest first.
@@ -278,11 +286,9 @@ class RankLayout:
                 f"{dim}={size} cannot be split into {dict(parts)}: their product is {product}."
             )
         # The parts take the place of the dim: (cp, dp) becomes (near, far, dp).
-        dims = list(self.dims)
-        dims[axis : axis + 1] = parts.keys()
-        sizes = list(self.sizes)
-        sizes[axis : axis + 1] = parts.values()
-        return replace(self, dims=tuple(dims), sizes=tuple(sizes))
+        dims = (*self.dims[:axis], *parts, *self.dims[axis + 1 :])
+        sizes = (*self.sizes[:axis], *parts.values(), *self.sizes[axis + 1 :])
+        return replace(self, dims=dims, sizes=sizes)
 
     def axes(self, dims: Dims) -> list[int]:
         """Positions of ``dims``: one name, names joined by ``"-"``, or an iterable of names."""

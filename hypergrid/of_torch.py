@@ -49,10 +49,18 @@ class Part(NamedTuple):
 PARTS = {
     "groups": Part(
         (
-            *("_world.pg_map", "_world.pg_names", "_world.pg_to_tag", "_world.tags_to_pg"),
-            *("_world.pg_group_ranks", "_world.pg_backend_config", "_world.pg_coalesce_state"),
-            *("_get_default_group", "_get_default_store", "_get_default_timeout"),
-            *("ProcessGroup._get_backend", "ProcessGroup._device_types"),
+            "_world.pg_map",
+            "_world.pg_names",
+            "_world.pg_to_tag",
+            "_world.tags_to_pg",
+            "_world.pg_group_ranks",
+            "_world.pg_backend_config",
+            "_world.pg_coalesce_state",
+            "_get_default_group",
+            "_get_default_store",
+            "_get_default_timeout",
+            "ProcessGroup._get_backend",
+            "ProcessGroup._device_types",
             "ProcessGroup.bound_device_id",
         ),
         "tell the groups that torch knows, with their names, stores and backends",
@@ -71,14 +79,16 @@ PARTS = {
     ),
     "gloo": Part(
         (
-            *("ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._threads"),
-            *("ProcessGroupGloo._Options._timeout", "ProcessGroupGloo.create_default_device"),
+            "ProcessGroupGloo._Options._devices",
+            "ProcessGroupGloo._Options._threads",
+            "ProcessGroupGloo._Options._timeout",
+            "ProcessGroupGloo.create_default_device",
             "_ProcessGroupWrapper.wrapped_pg",
         ),
         "gloo takes the devices that it connects through, and connects at once or on first use",
         "gloo groups connect at once, whatever connect= says",
         built_with="gloo",
-        works=lambda: "lazy_init" in _doc(c10d, "ProcessGroupGloo", "create_device"),
+        works=lambda: "lazy_init" in str(c10d.ProcessGroupGloo.create_device.__doc__),
     ),
     "no color": Part(
         ("ProcessGroupNCCL.perform_nocolor_split",),
@@ -93,8 +103,11 @@ PARTS = {
     ),
     "lazy NCCL": Part(
         (
-            *("ProcessGroupNCCL2", "ProcessGroupNCCL.Options.lazy_init", "Backend._plugins"),
-            *("_create_nccl2_process_group", "_create_nccl_lazy_process_group"),
+            "ProcessGroupNCCL2",
+            "ProcessGroupNCCL.Options.lazy_init",
+            "Backend._plugins",
+            "_create_nccl2_process_group",
+            "_create_nccl_lazy_process_group",
         ),
         "the NCCL backend that binds the default group by itself creates a group without a split",
         "every rank takes part in creating a group that torch splits from a bound default group",
@@ -129,7 +142,7 @@ PARTS = {
         ("ProcessGroup.send", "ProcessGroup.recv"),
         "methods in Python that we replace while hypergrid.record(p2p=True) records",
         "sends and receives of gloo are not recorded",
-        works=lambda: "dstRank" in _doc(ProcessGroup, "send"),
+        works=lambda: "dstRank" in str(ProcessGroup.send.__doc__),
     ),
     "torchcomms": Part(
         ("_use_torchcomms_enabled",),
@@ -201,22 +214,13 @@ def lacking() -> list[str]:
 
 
 def _is_there(name: str) -> bool:
-    owner: Any = c10d
-    path = name
-    if name.startswith("torch."):
-        module, _, path = name.rpartition(".")
-        owner = pkgutil.resolve_name(module)
-    for attribute in path.split("."):
-        if not hasattr(owner, attribute):
-            return False
-        owner = getattr(owner, attribute)
+    if not name.startswith("torch."):
+        name = f"{c10d.__name__}:{name}"
+    try:
+        pkgutil.resolve_name(name)
+    except AttributeError:
+        return False
     return True
-
-
-def _doc(where: Any, *path: str) -> str:
-    for name in path:
-        where = getattr(where, name, None)
-    return getattr(where, "__doc__", None) or ""
 
 
 def _mesh_takes_groups() -> bool:
@@ -303,13 +307,12 @@ def parts_of(group: ProcessGroup, without: Collection[str] = ()) -> list[Any]:
 
     But for what does it on the types of device ``without``.
     """
-    parts: list[Any] = []
+    parts = {}
     for device in device_types(group):
         if device not in without:
             part = part_of(group, device)
-            if not any(part is earlier for earlier in parts):
-                parts.append(part)
-    return parts
+            parts[id(part)] = part
+    return list(parts.values())
 
 
 def part_of(group: ProcessGroup, device: torch.device | str) -> Any:

@@ -88,10 +88,10 @@ class GroupRow:
         """The groups made of one of ``size`` members, as the members' places in it."""
         # Of five members with chunk=2: [0, 1], [2, 3], [4].
         step = self.chunk or size
+        places = list(range(size))
         parts = []
         for start in range(0, size, step):
-            stop = min(start + step, size)
-            run = list(range(start, stop))
+            run = places[start : start + step]
             if self.pick == "first":
                 run = run[:1]
             elif self.pick == "ends" and len(run) > 1:  # one member is both ends
@@ -131,7 +131,8 @@ class GroupPlan:
                     f"{shown(row.label)} is over the layout {shown(row.layout)}, and the plan "
                     f"has {', '.join(self.layouts)}."
                 )
-            self.layouts[row.layout].axes(row.dims)  # refuses unknown dims
+            layout = self.layouts[row.layout]
+            layout.axes(row.dims)  # refuses unknown dims
             if row.chunk is not None and row.chunk < 1:
                 raise LayoutError(
                     f"a row cannot have chunk={row.chunk}: cut runs of at least 1 member."
@@ -157,35 +158,42 @@ class GroupPlan:
         """
         if row.explicit is not None:
             # A rank may be in several of them: "LABEL#0", "LABEL#3".
-            places = row.places.get(rank, ())
-            label = row.label
-            return {f"{label}#{place}": row.explicit[place] for place in places}
+            groups = {}
+            for place in row.places.get(rank, ()):
+                groups[f"{row.label}#{place}"] = row.explicit[place]
+            return groups
         layout = self.layouts[row.layout]
-        if rank in layout:
-            for ranks in row.cuts([layout.group(rank, row.dims)]):
-                # A rank that the row does not pick is in none.
-                if rank in ranks:
-                    return {row.label: ranks}
+        if rank not in layout:
+            return {}
+        group = layout.group(rank, row.dims)
+        for ranks in row.cuts([group]):
+            if rank in ranks:
+                return {row.label: ranks}
+        # The row does not pick this rank.
         return {}
 
     def all(self, row: GroupRow) -> list[Ranks]:
         """Every group of ``row``, in Megatron's order, as [(0, 1), (2, 3)]. Costs O(world)."""
         if row.explicit is not None:
             return list(row.explicit)
-        groups = self.layouts[row.layout].groups(row.dims)
+        layout = self.layouts[row.layout]
+        groups = layout.groups(row.dims)
         return row.cuts(groups.tolist())
 
     def arrays(self, row: GroupRow) -> list[np.ndarray]:
         """Every group of ``row``, ascending: arrays of shape (groups, size)."""
         if row.explicit is not None:
             return [np.array([ranks], dtype=int) for ranks in row.explicit]
-        groups = self.layouts[row.layout].groups(row.dims)
+        layout = self.layouts[row.layout]
+        groups = layout.groups(row.dims)
         # Parts of one size are one array: [0, 1] and [2, 3] of five members, then [4].
         arrays = []
         parts_of_group = row.parts(groups.shape[1])
         for size, parts in groupby(parts_of_group, len):
+            # Of the shape (groups, parts of a group, size).
             cut_groups = groups[:, list(parts)]
-            arrays.append(cut_groups.reshape(-1, size))
+            one_part_a_line = cut_groups.reshape(-1, size)
+            arrays.append(one_part_a_line)
         return arrays
 
     def sharing(self, rank: int, policy: Policy) -> Iterator[tuple[GroupRow, Ranks, str | None]]:
@@ -218,7 +226,8 @@ class GroupPlan:
             if row.timeout is not None:
                 values["timeout"] = row.timeout.total_seconds()
             rows.append(values)
-        return json.dumps({"schema": SCHEMA, "layouts": layouts, "rows": rows})
+        plan = {"schema": SCHEMA, "layouts": layouts, "rows": rows}
+        return json.dumps(plan)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> GroupPlan:
@@ -232,23 +241,13 @@ class GroupPlan:
                 f"a plan of schema {saved.schema} cannot be read: this release of hypergrid reads "
                 f"schema {SCHEMA}."
             )
-        layouts = {}
-        for name, layout in saved.layouts.items():
-            layouts[name] = RankLayout(layout.dims, layout.sizes, layout.offset)
-        return cls(layouts, saved.group_rows)
+        return cls(saved.layouts, saved.group_rows)
 
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly when their plans are."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-
-@dataclass
-class _Layout:
-    """A layout as ``to_json`` writes it."""
-
-    dims: tuple[str, ...]
-    sizes: tuple[int, ...]
-    offset: int = 0
+        text = self.to_json()
+        digest = hashlib.sha256(text.encode())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -263,14 +262,14 @@ class _Saved:
     """The data that ``to_json`` writes."""
 
     schema: int | None = None
-    layouts: dict[str, _Layout] = field(default_factory=dict)
+    layouts: dict[str, RankLayout] = field(default_factory=dict)
     rows: tuple[_Row, ...] = ()
 
     def __post_init__(self) -> None:
         rows = []
         for row in self.rows:
-            timeout = None
+            values = dict(vars(row))
             if row.timeout is not None:
-                timeout = timedelta(seconds=row.timeout)
-            rows.append(GroupRow(**{**vars(row), "timeout": timeout}))
+                values["timeout"] = timedelta(seconds=row.timeout)
+            rows.append(GroupRow(**values))
         self.group_rows = tuple(rows)

@@ -237,14 +237,14 @@ class Agreement:
 
 def choose(epoch: str, policy: Policy, abilities: Sequence[Abilities]) -> Agreement:
     """The agreement of all ranks; AgreementError where what the policy asks is impossible."""
-    obstacles = [of_rank.obstacle for of_rank in abilities if of_rank.obstacle]
-    bounds = [of_rank.bound for of_rank in abilities if of_rank.bound]
+    obstacle = next(filter(None, (of_rank.obstacle for of_rank in abilities)), "")
+    bound = next(filter(None, (of_rank.bound for of_rank in abilities)), "")
     all_can_connect_lazily = all(of_rank.can_connect_lazily for of_rank in abilities)
     agreement = Agreement(
         epoch=epoch,
         creation=policy.creation,
-        obstacle=obstacles[0] if obstacles else "",
-        bound=bounds[0] if bounds else "",
+        obstacle=obstacle,
+        bound=bound,
         lazy=policy.connect == "lazy" and all_can_connect_lazily,
     )
     if policy.creation not in ("auto", agreement.way):

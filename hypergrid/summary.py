@@ -38,13 +38,15 @@ def summaries(plan: GroupPlan, topology: Topology) -> Iterator[Summary]:
     owner_of_groups: dict[object, str] = {}
     for row in plan.rows:
         arrays = plan.arrays(row)
+        # For each group of the row the number of its hosts.
         touched = np.concatenate([topology.touched(groups) for groups in arrays])
         sizes = [groups.shape[1] for groups in arrays]
         owner = None
         if row.kind is not None:
             # The first name with the same groups of the same kind owns the communicators.
-            kind = row.kind.among(max(sizes))
-            owner = owner_of_groups.setdefault((_identity(arrays), kind), row.label)
+            largest = max(sizes)
+            communicators_of_row = (_identity(arrays), row.kind.among(largest))
+            owner = owner_of_groups.setdefault(communicators_of_row, row.label)
         if owner == row.label:
             owner = None
         yield Summary(
@@ -75,8 +77,12 @@ def communicators(plan: GroupPlan, of_one_rank: bool = False) -> dict[str, tuple
         policy = Policy(share=share)
         created = []  # by rank how many communicators it creates
         for rank in ranks_of_job:
-            sizes = [len(ranks) for _, ranks, owner in plan.sharing(rank, policy) if owner is None]
-            created.append(sizes.count(1) if of_one_rank else len(sizes))
+            count = 0
+            for _, ranks, owner in plan.sharing(rank, policy):
+                # A group that another label owns has no communicator of its own.
+                if owner is None and (len(ranks) == 1 or not of_one_rank):
+                    count += 1
+            created.append(count)
         counts[share] = (min(created), max(created))
     return counts
 
@@ -107,7 +113,8 @@ def sizes_in_words(layout: RankLayout) -> str:
     trimmed = layout.trimmed
     if not trimmed.dims:
         return "one rank"
-    sizes = " ".join(f"{dim}={trimmed.size_of(dim)}" for dim in trimmed.dims)
+    named_sizes = map("{}={}".format, trimmed.dims, trimmed.sizes)
+    sizes = " ".join(named_sizes)
     return f"{sizes}, order {trimmed.order}"
 
 
@@ -118,11 +125,14 @@ def kinds_of_ranks(plan: GroupPlan) -> list[int]:
     digests = np.zeros(window.stop, dtype=np.uint64)
     for number, row in enumerate(plan.rows):
         for groups in plan.arrays(row):
-            digests[groups] += np.uint64(hash((number, groups.shape[1])) % (1 << 64))
-    _, first_positions = np.unique(digests[window.start :], return_index=True)
-    first_positions = np.sort(first_positions)[:_MOST_KINDS]
-    ranks: list[int] = (first_positions + window.start).tolist()
-    return ranks
+            size = groups.shape[1]
+            digest = hash((number, size)) % (1 << 64)
+            digests[groups] += np.uint64(digest)
+    # The first rank of each kind, from the start of the window.
+    _, first_ranks = np.unique(digests[window.start :], return_index=True)
+    first_ranks.sort()
+    ranks: list[int] = first_ranks[:_MOST_KINDS].tolist()
+    return [window.start + rank for rank in ranks]
 
 
 def _identity(arrays: list[np.ndarray]) -> bytes:
@@ -130,5 +140,6 @@ def _identity(arrays: list[np.ndarray]) -> bytes:
     parts = []
     for groups in arrays:
         order = np.argsort(groups[:, 0], kind="stable")
-        parts.append(b"%d|" % groups.shape[1] + groups[order].tobytes())
+        size = b"%d|" % groups.shape[1]
+        parts += [size, groups[order].tobytes()]
     return b"".join(parts)

@@ -42,12 +42,16 @@ class Topology:
     numbers: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names, numbers = _numbered(self.hosts, self.layout.stop)
-        if len(numbers) < self.layout.stop:
+        # Hosts count from rank 0 on, also for a layout that begins later.
+        needed = self.layout.stop
+        names, numbers = _numbered(self.hosts, needed)
+        count = len(numbers)
+        if count < needed:
             raise LayoutError(
-                f"hosts={shown(self.hosts)} have {len(numbers)} ranks, and {self.layout} reaches "
-                f"to rank {self.layout.stop - 1}. Name the host of every rank of the world."
+                f"hosts={shown(self.hosts)} have {count} ranks, and {self.layout} reaches to rank "
+                f"{needed - 1}. Name the host of every rank of the world."
             )
+        # Whoever has the array must not move a rank to another host.
         numbers.setflags(write=False)
         # The dataclass is frozen.
         self.__dict__.update(names=names, numbers=numbers)
@@ -56,7 +60,8 @@ class Topology:
         """The name of the host of ``rank``."""
         if rank not in self.layout:
             raise LayoutError(f"rank {shown(rank)} is outside {self.layout}.")
-        return str(self.names[self.numbers[rank]])
+        number: int = self.numbers[rank]
+        return self.names[number]
 
     def inside(self, dims: Dims) -> bool:
         """Whether each group over ``dims`` stays inside one host."""
@@ -65,15 +70,16 @@ class Topology:
     def crossing(self, dims: Dims) -> list[list[int]]:
         """The groups over ``dims`` whose ranks are on several hosts."""
         groups = self.layout.groups(dims)
-        crosses = self.touched(groups) > 1
-        crossing_groups: list[list[int]] = groups[crosses].tolist()
+        counts = self.touched(groups)
+        crossing_groups: list[list[int]] = groups[counts > 1].tolist()
         return crossing_groups
 
     def touched(self, groups: np.ndarray) -> np.ndarray:
         """How many hosts each of ``groups``, of shape (groups, size), has ranks on."""
         # A group on the hosts 0, 3, 3, 5 changes the host twice: it touches three.
-        hosts = np.sort(self.numbers[groups], axis=1)
-        changes = hosts[:, 1:] != hosts[:, :-1]
+        hosts = self.numbers[groups]
+        ascending = np.sort(hosts, axis=1)
+        changes = np.diff(ascending, axis=1) != 0
         counts: np.ndarray = changes.sum(axis=1) + 1
         return counts
 
@@ -83,11 +89,12 @@ def _numbered(hosts: Any, ranks: int) -> tuple[tuple[str, ...], np.ndarray]:
     # True is an int, too.
     is_count = isinstance(hosts, int | np.integer) and not isinstance(hosts, bool)
     if is_count and hosts > 0:
-        host_count = -(-ranks // hosts)  # the last one may have fewer ranks
+        # Of 10 ranks with 4 on a host, the third host has the last two.
+        numbers = np.arange(ranks) // int(hosts)
+        host_count = numbers[-1] + 1
         names = [f"host{number}" for number in range(host_count)]
-        numbers = np.arange(ranks) // hosts
         return tuple(names), numbers
-    # A text is a sequence of texts, too.
+    # A text is a sequence of texts, too: its letters are no hosts.
     is_list = isinstance(hosts, Sequence) and not isinstance(hosts, str)
     if not is_list or not hosts or not all(isinstance(name, str) for name in hosts):
         raise LayoutError(

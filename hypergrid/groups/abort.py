@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from hypergrid import of_torch
 from hypergrid.agreement import store
@@ -91,9 +90,8 @@ def abort(default: bool = False, *, timeout: timedelta = closing.LIMIT) -> Abort
     begin = time.monotonic()
     store.end_waits()
     pools = live_pools()
-    name_of: dict[ProcessGroup, str] = {}
-    for pool in pools:
-        name_of.update(label_of(pool.groups))
+    # Of all pools together: states may share a group.
+    name_of = label_of(pooled for pool in pools for pooled in pool.groups)
     for group in closing.inherited:  # in a forked child the groups of its parent: only forgotten
         name_of.pop(group, None)
     labels = tuple(name_of.values())  # of the groups that end

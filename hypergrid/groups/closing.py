@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -36,22 +36,19 @@ class _Abort(threading.Thread):
 
     def __init__(self, group: ProcessGroup) -> None:
         name = of_torch.registered_groups().get(group)
-        super().__init__(name=f"aborting {name}", daemon=True)
-        self.error: Exception | None = None
-        self._group: ProcessGroup | None = group
+        # Python lets go of a thread's arguments at its end: else it would keep the group alive.
+        super().__init__(target=self._abort, args=(group,), name=f"aborting {name}", daemon=True)
+        self.failure = ""
         try:
             self.start()
         except RuntimeError:  # no memory for one more thread: the caller's does it
             self.run()
 
-    def run(self) -> None:
+    def _abort(self, group: ProcessGroup) -> None:
         try:
-            if self._group is not None:
-                self._group.abort()
+            group.abort()
         except Exception as error:
-            self.error = error
-        finally:
-            self._group = None  # or this thread would keep it alive
+            self.failure = in_words(error)
 
 
 def _inherit() -> None:
@@ -88,7 +85,7 @@ def free(groups: Iterable[ProcessGroup], limit: timedelta = LIMIT) -> dict[Proce
         if group in inherited:
             continue
         earlier = _aborts.get(group)
-        if earlier is None or earlier.error is not None:
+        if earlier is None or earlier.failure:
             _aborts[group] = _Abort(group)
         aborts[group] = _aborts[group]
     end = time.monotonic() + limit.total_seconds()
@@ -98,8 +95,8 @@ def free(groups: Iterable[ProcessGroup], limit: timedelta = LIMIT) -> dict[Proce
             thread.join(max(0, end - time.monotonic()))
         if thread.is_alive():
             reasons[group] = f"its abort did not end within {limit.total_seconds():g} s."
-        elif thread.error is not None:
-            reasons[group] = in_words(thread.error)
+        elif thread.failure:
+            reasons[group] = thread.failure
     return reasons
 
 
@@ -107,7 +104,7 @@ def unfinished() -> list[ProcessGroup]:
     """The groups whose abort failed, or goes on."""
     groups = []
     for group, thread in [*_aborts.items()]:
-        if thread.is_alive() or thread.error:
+        if thread.is_alive() or thread.failure:
             groups.append(group)
     return groups
 
@@ -134,12 +131,12 @@ def close(label_of: Mapping[ProcessGroup, str]) -> dict[ProcessGroup, str]:
     for group in in_torchs_order:
         begin = time.monotonic()
         name = name_of.get(group)
-        watched: AbstractContextManager[None] = nullcontext()
         try:
-            if store is not None and name is not None and group.size() > 1:
-                ranks = sorted(dist.get_process_group_ranks(group))
-                watched = watched_closing(store, dist.get_rank(), name, label_of[group], ranks)
-            with watched:
+            with ExitStack() as watched:
+                if store is not None and name is not None and group.size() > 1:
+                    ranks = sorted(dist.get_process_group_ranks(group))
+                    watching = watched_closing(store, dist.get_rank(), name, label_of[group], ranks)
+                    watched.enter_context(watching)
                 dist.destroy_process_group(group)
         except RuntimeError as error:
             reasons[group] = in_words(error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import resource
 import socket
 import threading
@@ -22,6 +23,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -39,6 +42,7 @@ from hypergrid.agreement.store import (
     look_until,
     sockets,
 )
+from hypergrid.groups import closing
 
 _BATCHES = "GLOO_ENABLE_STORE_V2_API"
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -51,6 +55,8 @@ _OF_A_DEVICE = 4  # descriptors
 # are another transport than TCP.
 _ALONE = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_DEVICE_TRANSPORT")
 
+# tfd: 12 events: 19 data: 7f3c08 pos:0 ino:5e21 sdev:9
+_MEMBER = re.compile(r"tfd: +(\d+) events: +\w+ data: +(\w+) +pos:\d+ ino:(\w+)")
 # For each group the inodes of the listening sockets that its connections belong to. The references
 # have no callback: Python ignores what a callback raises, and so a Ctrl-C that arrived while gloo
 # ended the group before.
@@ -249,7 +255,7 @@ class _InTime(Store):
     abort comes, or when another rank has failed, which will then not publish its address.
     """
 
-    def __init__(self, store: Any, timeout: timedelta, size: int) -> None:
+    def __init__(self, store: Store, timeout: timedelta, size: int) -> None:
         super().__init__()
         self._store = store
         self._timeout = timeout
@@ -257,15 +263,13 @@ class _InTime(Store):
         self._ranks = dist.get_world_size() if dist.is_initialized() else size
 
     def has_extended_api(self) -> bool:
-        extended: bool = self._store.has_extended_api()
-        return extended
+        return bool(self._store.has_extended_api())  # type: ignore[attr-defined]
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        value: bytes = self._store.get(key)
-        return value
+        return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         begin = time.monotonic()
@@ -289,7 +293,7 @@ class _InTime(Store):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.wait(keys)
-        values: list[bytes] = self._store.multi_get(keys)
+        values = self._store.multi_get(keys)
         _check_room(0)  # again: the members have taken a while, and the threads start next
         return values
 
@@ -316,10 +320,8 @@ def note_default() -> None:
     if device_count == 0 or ref(default) in _listeners_of:
         return
     of_other_groups = _listeners(of_torch.registered_groups())
-    numbers = []
-    for members in _event_loops():
-        for descriptor in members:
-            numbers.append(descriptor.number)
+    members_of_loops = chain.from_iterable(_event_loops())
+    numbers = [descriptor.number for descriptor in members_of_loops]
     listeners = _inodes(sockets(listens, numbers)) - of_other_groups
     _remember(default, listeners if len(listeners) == device_count else set())
 
@@ -332,7 +334,9 @@ def shut(groups: Collection[ProcessGroup]) -> int:
     """
     # Where nobody can tell which of two groups has a socket, they are shut only together.
     other_groups = of_torch.registered_groups().keys() - groups
-    listeners = _listeners(groups) - _listeners(other_groups)
+    # A forked child has the sockets of its parent, which uses them.
+    own_groups = set(groups) - closing.inherited
+    listeners = _listeners(own_groups) - _listeners(other_groups)
     count = 0
     for members in _event_loops():
         if not listeners.isdisjoint(_inodes(members)):
@@ -376,31 +380,15 @@ def _event_loops() -> list[list[Descriptor]]:
     for number in descriptors():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{number}") == "anon_inode:[eventpoll]":
-                with open(f"/proc/self/fdinfo/{number}") as lines:
-                    loops.append(_members(lines))
+                text = Path(f"/proc/self/fdinfo/{number}").read_text()
+                loops.append(_members(text))
     return loops
 
 
-def _members(lines: Iterable[str]) -> list[Descriptor]:
+def _members(text: str) -> list[Descriptor]:
     members = []
-    for line in lines:
-        # tfd: 12 events: 19 data: 7f3c08 pos:0 ino:5e21 sdev:9
-        if line.startswith("tfd:"):
-            words = line.split()
-            number = int(words[1])
-            inode = int(words[7].removeprefix("ino:"), 16)
-            # Other libraries register a descriptor by its number, gloo by an address.
-            if int(words[5], 16) != number:
-                members.append(Descriptor(number, inode))
+    for number, data, inode in _MEMBER.findall(text):
+        # Other libraries register a descriptor by its number, gloo by an address.
+        if int(data, 16) != int(number):
+            members.append(Descriptor(int(number), int(inode, 16)))
     return members
-
-
-def _inherit() -> None:
-    """In a forked child no group has listeners, as the parent uses the sockets."""
-    _listeners_of.clear()
-    for group in of_torch.registered_groups():
-        _remember(group, set())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_inherit)

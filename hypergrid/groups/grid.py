@@ -262,13 +262,15 @@ class HyperCommGrid:
             if rank in layout:
                 members[label] = layout.group(rank, names)
 
-            def everyone() -> list[list[int]]:
-                all_groups: list[list[int]] = layout.groups(names).tolist()
-                return all_groups
-
             timeout = options.get("timeout")
             with self.two_phase_commit(proposal, timeout=timeout, ranks=ranks) as pool:
-                groups = pool.make(label, members, everyone, dims=tuple(names), **options)
+                groups = pool.make(
+                    label,
+                    members,
+                    lambda: layout.groups(names).tolist(),
+                    dims=tuple(names),
+                    **options,
+                )
         # A rank outside the grid takes part where every rank must, and has no group.
         group = groups[0] if groups else None
         self._pgs[key] = group

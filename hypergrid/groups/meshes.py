@@ -59,9 +59,9 @@ def flatten(
 ) -> None:
     """Let ``parts`` of the mesh, flattened as ``name``, have ``group``."""
     part = mesh[tuple(parts)]
+    ranks = part.mesh.flatten().tolist()
     # Not over a-c and b: torch takes the ranks by a, c, b, and the group by a, b, c.
-    is_in_order = part.mesh.flatten().tolist() == dist.get_process_group_ranks(group)
-    if is_in_order:
+    if ranks == dist.get_process_group_ranks(group):
         of_torch.flatten(part, name, group)
     elif must:
         raise ValueError(
@@ -80,9 +80,10 @@ def joined_dims(layout: RankLayout, dims: Dims | None) -> dict[str, list[str]]:
         dims = layout.dims
     elif isinstance(dims, str):
         dims = ordered(layout, dims)
-    names = [*dims]
+    names = list(dims)
     joined_by_name = {name: ordered(layout, name) for name in names}
-    layout.axes(join(joined_by_name, names))  # refuses a dim that is there twice
+    all_dims = join(joined_by_name, names)
+    layout.axes(all_dims)  # refuses a dim that is there twice
 
     def slowest_axis(name: str) -> int:
         return max(layout.axes(joined_by_name[name]))
@@ -97,19 +98,15 @@ def join(mesh_dims: MeshDims, names: Iterable[str]) -> list[str]:
 
 
 def _named(mesh_dims: MeshDims, dims: Dims) -> list[str]:
-    """The dims of a mesh that ``dims`` names, in the order of the mesh. ValueError on others."""
-    # The name of a dim of the mesh may have a hyphen: "shard-cp".
-    if isinstance(dims, str) and dims in mesh_dims:
-        dims = [dims]
-    elif isinstance(dims, str):
-        dims = dims.split("-")
-    names = set(dims)
-    if not names <= set(mesh_dims) or len(names) < 2:
+    """The dims of a mesh that ``dims`` names, in the order of the mesh. LayoutError on others."""
+    fastest_first = tuple(mesh_dims)[::-1]
+    mesh = RankLayout(fastest_first, (1,) * len(fastest_first))
+    names = ordered(mesh, dims)
+    if len(names) < 2:
         raise ValueError(
-            f"cannot flatten {sorted(names)}: name two dims of the mesh or more, of "
-            f"{list(mesh_dims)}."
+            f"cannot flatten {names}: name two dims of the mesh or more, of {list(mesh_dims)}."
         )
-    return [name for name in mesh_dims if name in names]
+    return names
 
 
 def ranks_of(layout: RankLayout, rank: int, mesh_dims: Sequence[Sequence[str]]) -> torch.Tensor:
@@ -127,6 +124,9 @@ def ranks_of(layout: RankLayout, rank: int, mesh_dims: Sequence[Sequence[str]]) 
 
 def _device_type(group: ProcessGroup | None) -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type in of_torch.device_types(group):
-        return accelerator.type
-    return "cpu"
+    if accelerator is None:
+        return "cpu"
+    # An accelerator is of no use to a group of gloo alone.
+    if accelerator.type not in of_torch.device_types(group):
+        return "cpu"
+    return accelerator.type

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -337,10 +337,10 @@ class GroupPool:
         """
         if not isinstance(group, ProcessGroup):
             return
-        owners = [pooled.label for pooled in self.groups if pooled.group is group]
+        labels = [pooled.label for pooled in self.groups if pooled.group is group]
+        shares = next(iter(labels), None)
         if group is of_torch.default_group():
-            owners = [DEFAULT]
-        shares = owners[0] if owners else None
+            shares = DEFAULT
         adopted = PooledGroup(label, tuple(ranks), group, dims, shares)
         self.groups.append(adopted)
         self._take_into_use(adopted)
@@ -469,7 +469,8 @@ class GroupPool:
             try:
                 begin = time.monotonic()
                 with telling_others(lambda: ranks):
-                    suspension.start(self._label_of_sleepers())
+                    awake_pools = [pool for pool in self._others() if pool.suspended is None]
+                    suspension.start(label_of(self.groups, awake_pools))
                 seconds = time.monotonic() - begin
                 _log.info("%s: suspended in %.3f s: %s", call, seconds, suspension.report)
                 suspended = {**proposal, "suspended": True}
@@ -491,32 +492,16 @@ class GroupPool:
         if self.suspended is None:
             raise RuntimeError(f"the groups of {self.owner} are not suspended.")
         begin = time.monotonic()
-        for pool in self._others():
+        groups = [pooled.group for pooled in self.groups]
+        for pool in [*self._others(), self]:
             if pool.suspended is not None:
-                pool.suspended.wake([pooled.group for pooled in self.groups])
-        self.suspended.wake()
+                pool.suspended.wake(groups)
         self.suspended = None
         _log.info("resume of %s: done in %.3f s", self.owner, time.monotonic() - begin)
-
-    def _label_of_sleepers(self) -> dict[ProcessGroup, str]:
-        """Torch's groups of this pool, with their labels, but those that an awake pool uses."""
-        registered = of_torch.registered_groups()
-        awake_pools = [pool for pool in self._others() if pool.suspended is None]
-        labels: dict[ProcessGroup, str] = {}
-        for pooled in self.groups:
-            if pooled.shares == DEFAULT or pooled.group not in registered:
-                continue
-            if any(pool._uses(pooled.group) for pool in awake_pools):
-                continue
-            # The first label of a communicator that several labels share.
-            labels.setdefault(pooled.group, pooled.label)
-        return labels
 
     def _drop(self, leaving: list[PooledGroup], abort: bool) -> None:
         before = self.groups
         self.groups = [pooled for pooled in before if pooled not in leaving]
-        if self.policy.share == "states":
-            leaving = self._hand_over(leaving)
         try:
             self._close(leaving, abort)
         except BaseException:
@@ -528,32 +513,17 @@ class GroupPool:
             ]
             raise
 
-    def _hand_over(self, leaving: list[PooledGroup]) -> list[PooledGroup]:
-        """Let another pool that uses a group own it from now on; returns those of no other."""
-        unused = []
-        for pooled in leaving:
-            users = [pool for pool in self._others() if pool._uses(pooled.group)]
-            if not users:
-                unused.append(pooled)
-            elif pooled.shares is None:
-                users[0]._own(pooled.group)
-        return unused
-
     def _others(self) -> list[GroupPool]:
         return [pool for pool in live_pools() if pool is not self]
 
     def _uses(self, group: ProcessGroup) -> bool:
         return any(pooled.group is group for pooled in self.groups)
 
-    def _own(self, group: ProcessGroup) -> None:
-        """Own a group from now on that was another pool's."""
-        for place, pooled in enumerate(self.groups):
-            if pooled.group is group:
-                self.groups[place] = replace(pooled, shares=None)
-                return
-
     def _close(self, leaving: list[PooledGroup], abort: bool) -> None:
-        labels = label_of(leaving)
+        users = [self]
+        if self.policy.share == "states":
+            users += self._others()
+        labels = label_of(leaving, users)
         if not closing.inherited.isdisjoint(labels):
             abort = True  # the groups are those of the parent process: they are only forgotten
         if abort:  # else gloo waits for its operations in progress when it destroys the group
@@ -577,13 +547,26 @@ class GroupPool:
             _warn(f"rank {dist.get_rank()} could not destroy {labels[group]}: {reason}")
 
 
-def label_of(groups: Sequence[PooledGroup]) -> dict[ProcessGroup, str]:
-    """Torch's groups among these, each once, with the label that it was created for."""
+def label_of(
+    groups: Iterable[PooledGroup], users: Iterable[GroupPool] = ()
+) -> dict[ProcessGroup, str]:
+    """Torch's groups among these that none of ``users`` has, with their labels.
+
+    The label of each is the one that it was created for, or else its first among these.
+    """
     registered = of_torch.registered_groups()
-    labels = {}
+    used = set[int]()
+    for pool in users:
+        used.update(id(pooled.group) for pooled in pool.groups)
+    labels: dict[ProcessGroup, str] = {}
     for pooled in groups:
         # Outside code may have destroyed a group, or returned another object for it.
-        if pooled.shares is None and pooled.group in registered:
+        if pooled.shares == DEFAULT or pooled.group not in registered:
+            continue
+        if id(pooled.group) in used:
+            continue
+        labels.setdefault(pooled.group, pooled.label)
+        if pooled.shares is None:
             labels[pooled.group] = pooled.label
     return labels
 

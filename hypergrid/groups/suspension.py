@@ -89,11 +89,11 @@ class Suspension:
                     freed += size
         return Suspended("native", communicators, freed)
 
-    def wake(self, groups: Sequence[ProcessGroup] | None = None) -> None:
-        """Let the backends of ``groups`` resume, by default of all, in the order of suspension."""
+    def wake(self, groups: Sequence[ProcessGroup]) -> None:
+        """Let the backends of ``groups`` resume, in the order of suspension."""
         for sleeping in [*self._sleeping]:
             group, backend = sleeping
-            if groups is None or any(group is other for other in groups):
+            if any(group is other for other in groups):
                 backend.resume()
                 self._sleeping.remove(sleeping)
 

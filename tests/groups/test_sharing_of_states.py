@@ -185,3 +185,18 @@ def test_abort_ends_what_states_share_once(rank):
     assert len(abort().groups) == created
     assert first.is_destroyed and second.is_destroyed
     assert len(open_groups()) == before
+
+
+@on_ranks(2)
+def test_abort_names_a_shared_group_as_the_state_that_created_it(rank):
+    states = [ParallelState.create(tensor_model_parallel_size=2, share="states")]
+    # Of these the groups of tp are of one rank, as those of dp of the first state are.
+    for _ in range(4):
+        states.append(ParallelState.create(share="states"))
+    created_for = []
+    for state in states:
+        for pooled in state.pool.groups:
+            if pooled.shares is None:
+                created_for.append(pooled.label)
+    assert communicators(states[4]) & communicators(states[0])
+    assert sorted(abort().groups) == sorted(created_for)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from tests.support import ROOT, table
 LAYOUT = RankLayout(("tp", "cp", "dp"), (2, 2, 4))
 
 
-@pytest.mark.parametrize("hosts", [4, [h for h in "abcd" for _ in "1234"]])
+@pytest.mark.parametrize("hosts", [4, np.uint64(4), [h for h in "abcd" for _ in "1234"]])
 def test_hosts_of_every_form_give_the_same_answers(hosts):
     topology = Topology(LAYOUT, hosts)
     assert all(topology.inside(dims) for dims in ("tp", "cp", "tp-cp", ()))
