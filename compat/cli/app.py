@@ -63,7 +63,7 @@ def show(
     png: Path | None,
     svg: Path | None,
 ) -> None:
-    """Show the ranks of each host, by NVLink domain: a table, a picture, or a page.
+    """Show the ranks of each host: a table, a picture, or a page.
 
     The layout is that of dense layers, or with --by the first one in which this dim is larger than
     1: --by ep shows that of experts.
@@ -110,9 +110,7 @@ def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | No
     # All lines first, so that an error comes before any output.
     with prints.working("Laying out the table"):
         width = prints.console().width
-        lines = list(
-            table(layout, subject.hosts, by, only=only, width=width, domains=subject.domains)
-        )
+        lines = list(table(layout, subject.hosts, by, only=only, width=width))
     out = prints.head(subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)

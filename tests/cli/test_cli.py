@@ -153,9 +153,16 @@ LEVELS = (
     ("flags", "panels"),
     [
         ("--world-size 64 --tp 4 --cp 2", "tp = 4, cp = 2, dp = 8"),
-        ("--world-size 1024 --tp 4 --pp 8 --ep 32", "tp = 4, dp = 32, pp = 8, expert ep = 32"),
+        (
+            "--world-size 1024 --tp 4 --pp 8 --ep 32",
+            "decoder tp = 4, decoder dp = 32, decoder pp = 8, expert ep = 32",
+        ),
         ("--world-size 1024 --tp 4 --pp 8 --ep 32 --by ep", "ep = 32"),
-        (LEVELS, "tp = 4, cp = 8, dp = 2, cp0 = 2, cp1 = 4"),
+        (
+            LEVELS,
+            "decoder tp = 4, decoder cp = 8, decoder dp = 2, decoder_cp_levels cp0 = 2, "
+            "decoder_cp_levels cp1 = 4",
+        ),
     ],
 )
 def test_a_picture_shows_each_kind_of_group_of_a_job(flags, panels, tmp_path):
