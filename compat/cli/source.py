@@ -65,9 +65,7 @@ class PlannedJob:
         """The NVLink domains of all ranks, where they are known."""
         if self.nvlink_domain is None:
             return None
-        ranks = range(self.plan.window.stop)
-        names = [f"NVLink domain {rank // self.nvlink_domain}" for rank in ranks]
-        return Topology(self._all_ranks, names)
+        return Topology(self._all_ranks, self.nvlink_domain)
 
     @property
     def _all_ranks(self) -> RankLayout:

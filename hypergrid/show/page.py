@@ -47,7 +47,9 @@ def page(
         )
     drawn_hosts = []
     for name, ranks in ranks_by_host(plan.layout, hosts).items():
-        domain = "" if domains is None else domains.host(ranks[0])
+        domain = ""
+        if domains is not None:
+            domain = f"NVLink domain {domains.numbers[ranks[0]]}"
         drawn_hosts.append({"name": name, "ranks": ranks, "within": domain})
     data = {
         "title": title,
