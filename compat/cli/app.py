@@ -155,8 +155,10 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     position = [ranked.order for ranked in ranking].index(subject.order)
     requested = ranking[position]
     all_findings = list(expensive(subject.layouts, place, places, ranking[:position]))
+    of_megatron = []
     if subject.job is not None:
-        all_findings = [*refusals(subject.job), *silent_losses(subject.job), *all_findings]
+        of_megatron = list(refusals(subject.job))
+        all_findings = [*of_megatron, *silent_losses(subject.job), *all_findings]
     all_findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     allowed = [finding for finding in all_findings if finding.rule in allow]
     standing = [finding for finding in all_findings if finding.rule not in allow]
@@ -167,7 +169,7 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
             data["orders"] = ranking
         prints.as_json(data)
         return status
-    out = prints.head(subject, all_findings)
+    out = prints.head(subject, is_refused=bool(of_megatron))
     prints.findings(out, standing, allowed, allow)
     if suggest:
         prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")
