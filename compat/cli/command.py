@@ -129,6 +129,5 @@ def _sentence(error: Exception) -> str:
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename} cannot be opened: {error.strerror}."
-    # Cut before it is read by character, and after.
-    sentence = printable(f"hypergrid: {message[:_LONGEST]}")
+    sentence = printable(f"hypergrid: {message}")
     return " ".join(sentence.split())[:_LONGEST]
