@@ -181,8 +181,6 @@ def _recorded(
     script: Path, arguments: Sequence[str], timeout: float, directory: Path | None
 ) -> Sequence[Command]:
     """The launches of a script, which bash runs; what is done and how it ended goes to stderr."""
-    if not script.is_file():
-        raise JobError(f"there is no file {script}.")
     name = shown(script.name)
     _say(f"runs {name} here, without its launchers; all other commands run")
     recording = launches(script, arguments, timeout, directory)
@@ -206,6 +204,4 @@ def read(text: str) -> PlannedJob:
     """One side of a comparison: a saved plan's path, or sizes and launch lines as text."""
     if "--" in text:
         return of_job(job_of(command_of(text)))
-    if not Path(text).exists():
-        raise JobError(f"{text!r} is neither a file nor sizes such as '--world-size 64 --tp 4'.")
     return saved(Path(text))
