@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -49,7 +49,8 @@ def read_programs(
         return
     if not launchers:
         of_rank: dict[str, int] = {}
-        _read_variables(reader, "rank", options_of_variables("rank", variables), of_rank)
+        for option in options_of_variables("rank", variables):
+            _read_variable(reader, "rank", option, of_rank)
         reader.settings.update({**of_rank, **reader.overrides})
         return
     *outer_launchers, (program, options) = launchers
@@ -73,20 +74,16 @@ def options_of_variables(program: str, variables: Mapping[str, str]) -> Iterator
             yield Option(variable, row, [text])
 
 
-def _read_variables(
-    reader: Reader, program: str, options: Iterable[Option], numbers: dict[str, int]
-) -> None:
-    """Read variables into ``numbers``; one that says otherwise than a flag, or another, is refused.
+def _read_variable(reader: Reader, program: str, option: Option, numbers: dict[str, int]) -> None:
+    """Read a variable into ``numbers``; one that says otherwise than they do is refused.
 
     How many tasks a launcher then starts depends on its version.
     """
-    for option in options:
-        told: dict[str, int] = {}
-        reader.read(option, told)
-        for meaning, number in told.items():
-            if numbers.setdefault(meaning, number) != number:
-                text = option.values[0]
-                raise _not_decided(program, f"is told otherwise by {option.flag}={text}")
+    told: dict[str, int] = {}
+    reader.read(option, told)
+    if {**told, **numbers} != {**numbers, **told}:
+        raise _not_decided(program, f"is told otherwise by {option.flag}={option.values[0]}")
+    numbers.update(told)
 
 
 def _not_decided(program: str, why: str) -> JobError:
@@ -107,11 +104,9 @@ def _ranks_of(
     if per_host is not None:
         numbers["per_host"] = per_host
     is_decided = len(numbers.keys() & {*Ranks._fields}) >= 2
-    options_read = []
     for option in options_of_variables(program, variables):
         if not is_decided or option.row.meaning not in Ranks._fields:
-            options_read.append(option)
-    _read_variables(reader, program, options_read, numbers)
+            _read_variable(reader, program, option, numbers)
     # GPUs are not read, from which it would count its tasks.
     if "tasks" not in numbers and "tasks_from_gpus" not in numbers:
         numbers = {**_DEFAULTS.get(program, {}), **numbers}
