@@ -16,7 +16,7 @@ from compat.cli import asking, prints
 from compat.cli.command import app, as_json_flag, launch_command, layout_command
 from compat.cli.launch import taken_apart
 from compat.cli.source import PlannedJob, read, started
-from compat.planned.checks import SEVERITIES, expensive, refusals, silent_losses
+from compat.planned.checks import expensive, refusals, silent_losses
 from compat.planned.job import JobError
 from compat.planned.layouts import LEVELS, Layouts, known, refuse_unknown_dims, shards_of
 from compat.planned.orders import dp_across, ranked_orders
@@ -86,7 +86,7 @@ def show(
 
 
 def _names_shown(layouts: Layouts, by: str | None) -> list[str]:
-    """The layouts that users know, that with the dim ``by`` first; all in a plan of outside code."""
+    """The layouts that users know, first the one with the dim ``by``; of outside code all."""
     names = list(layouts)
     if "decoder" in layouts:
         names = [name for name in (*known(layouts), LEVELS) if name in layouts]
@@ -148,12 +148,13 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
         ranking = ranked_orders(subject.order, subject.layouts, places)
     position = [ranked.order for ranked in ranking].index(subject.order)
     requested = ranking[position]
-    all_findings = list(expensive(subject.layouts, place, places, ranking[:position]))
     of_megatron = []
+    losses = []
     if subject.job is not None:
         of_megatron = list(refusals(subject.job))
-        all_findings = [*of_megatron, *silent_losses(subject.job), *all_findings]
-    all_findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+        losses = list(silent_losses(subject.job))
+    placements = expensive(subject.layouts, place, places, ranking[:position])
+    all_findings = [*of_megatron, *placements, *losses]
     allowed = [finding for finding in all_findings if finding.rule in allow]
     standing = [finding for finding in all_findings if finding.rule not in allow]
     status = int(any(finding.severity != "note" for finding in standing))
@@ -164,7 +165,7 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
         prints.as_json(data)
         return status
     out = prints.head(subject, is_refused=bool(of_megatron))
-    prints.findings(out, standing, allowed, allow)
+    prints.findings(out, standing, allowed)
     if suggest:
         prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")
         across = dp_across(ranking, requested, subject.layouts, places, f"{place}s")
@@ -212,8 +213,6 @@ def diagnose(directory: Path, ask: bool, html: Path | None, as_json: bool) -> in
     """
     from hypergrid.hangs import reading, verdict
 
-    if not directory.is_dir():
-        raise JobError(f"there is no directory {directory}.")
     silent_ranks = asking.ask(directory) if ask else []
     with prints.progress("Reading") as progress:
         recordings = reading.read(directory, os.cpu_count() or 1, progress)
