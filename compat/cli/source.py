@@ -204,4 +204,6 @@ def read(text: str) -> PlannedJob:
     """One side of a comparison: a saved plan's path, or sizes and launch lines as text."""
     if "--" in text:
         return of_job(job_of(command_of(text)))
+    if not Path(text).exists():
+        raise JobError(f"{text!r} is neither a file nor sizes such as '--world-size 64 --tp 4'.")
     return saved(Path(text))
