@@ -148,13 +148,10 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
         ranking = ranked_orders(subject.order, subject.layouts, places)
     position = [ranked.order for ranked in ranking].index(subject.order)
     requested = ranking[position]
-    of_megatron = []
-    losses = []
+    all_findings = list(expensive(subject.layouts, place, places, ranking[:position]))
     if subject.job is not None:
-        of_megatron = list(refusals(subject.job))
-        losses = list(silent_losses(subject.job))
-    placements = expensive(subject.layouts, place, places, ranking[:position])
-    all_findings = [*of_megatron, *placements, *losses]
+        losses = silent_losses(subject.job)
+        all_findings = [*refusals(subject.job), *all_findings, *losses]
     allowed = [finding for finding in all_findings if finding.rule in allow]
     standing = [finding for finding in all_findings if finding.rule not in allow]
     status = int(any(finding.severity != "note" for finding in standing))
@@ -164,7 +161,7 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
             data["orders"] = ranking
         prints.as_json(data)
         return status
-    out = prints.head(subject, is_refused=bool(of_megatron))
+    out = prints.head(subject, all_findings)
     prints.findings(out, standing, allowed)
     if suggest:
         prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,6 +38,7 @@ from hypergrid.summary import (
 _LONGEST = 1000  # characters of a name
 _SCHEMA = 1  # of what --json prints
 _MOST_LINES = 20  # of a verdict's reasons
+_FLAG = re.compile(r"--[\w-]+")
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
@@ -74,11 +76,10 @@ def of_rank(subject: PlannedJob, rank: int) -> dict[str, Any]:
     return {"rank": rank, "host": hosts.host(rank), "coordinates": coordinates, "groups": groups}
 
 
-def head(subject: PlannedJob, is_refused: bool = False) -> Console:
+def head(subject: PlannedJob, printed_below: Sequence[Finding] = ()) -> Console:
     """The job in a line or two, and the assumptions; returns where to print the rest.
 
-    A flag changes no group, and a job that ``is_refused`` may be refused for it all the same: then
-    no flag is said to be without effect.
+    ``printed_below`` are the findings of ``check``.
     """
     out = console()
     layouts = subject.layouts
@@ -94,8 +95,13 @@ def head(subject: PlannedJob, is_refused: bool = False) -> Console:
     if subject.release:
         out.print(f"for megatron-core {subject.release}", style="dim")
     if subject.job is not None:
+        errors = " ".join(finding.what for finding in printed_below if finding.severity == "error")
+        refused_flags = _FLAG.findall(errors)
         for reading, flags in subject.job.flags.items():
-            if flags and not (is_refused and reading == WITHOUT_EFFECT):
+            # A flag changes no group, and Megatron refuses it all the same: its error says so.
+            if reading == WITHOUT_EFFECT:
+                flags = [flag for flag in flags if flag not in refused_flags]
+            if flags:
                 listed = ", ".join(flags)
                 out.print(one_line(f"{reading}: {listed}"), style="dim")
     for sentence in subject.assumed:
