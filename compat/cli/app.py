@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from compat.cli import asking, prints
 from compat.cli.command import app, as_json_flag, launch_command, layout_command
 from compat.cli.launch import taken_apart
 from compat.cli.source import PlannedJob, read, started
-from compat.planned.checks import SEVERITIES, expensive, refusals, silent_losses
+from compat.planned.checks import expensive, refusals, silent_losses
 from compat.planned.job import JobError
-from compat.planned.layouts import LEVELS, known, refuse_unknown_dims, shards_of
+from compat.planned.layouts import LEVELS, Layouts, known, refuse_unknown_dims, shards_of
 from compat.planned.orders import dp_across, ranked_orders
 from hypergrid.messages import few, printable
-from hypergrid.plan import GroupPlan
 from hypergrid.show.diff import difference
 from hypergrid.show.page import page
 from hypergrid.show.picture import picture
@@ -63,20 +62,21 @@ def show(
     png: Path | None,
     svg: Path | None,
 ) -> None:
-    """Show the ranks of each host, by NVLink domain: a table, a picture, or a page.
+    """Show the ranks of each host: a table, a picture, or a page.
 
     The layout is that of dense layers, or with --by the first one in which this dim is larger than
     1: --by ep shows that of experts.
     """
-    names = _names_shown(subject, by)
-    plan = replace(subject.plan, layouts=subject.layouts)
+    names = _names_shown(subject.plan.layouts, by)
+    drawn = names if by is None else names[:1]
     pictures = [path for path in (png, svg) if path is not None]
     for path in pictures:
-        drawn = names if by is None else names[:1]
         with prints.working(f"Drawing {path}"):
-            picture(plan, subject.hosts, path, layouts=drawn, by=by, domains=subject.domains)
+            picture(
+                subject.plan, subject.hosts, path, layouts=drawn, by=by, domains=subject.domains
+            )
     if html is not None:
-        _write_page(subject, plan, html, names, by)
+        _write_page(subject, html, names, by)
     if html is None and not pictures:
         _print_table(subject, names[0], by, hosts)
     for written in (*pictures, html):
@@ -85,21 +85,20 @@ def show(
             click.echo(printable(f"wrote {written}"), err=html == "-")
 
 
-def _names_shown(subject: PlannedJob, by: str | None) -> list[str]:
-    """The layouts that users know, and before them the one that is shown first."""
-    layouts = subject.layouts
-    first = "decoder"
+def _names_shown(layouts: Layouts, by: str | None) -> list[str]:
+    """The layouts that users know, first the one with the dim ``by``; of outside code all."""
+    names = list(layouts)
+    if "decoder" in layouts:
+        names = [name for name in (*known(layouts), LEVELS) if name in layouts]
     if by is not None:
         # Each layout of Megatron has a dim ep, and only that of the experts has a larger one.
-        first = next((name for name in layouts if layouts[name].size_of(by) > 1), first)
-    names = [first, *known(layouts)]
-    if LEVELS in layouts:
-        names.append(LEVELS)
+        with_dim = [name for name in layouts if layouts[name].size_of(by) > 1]
+        names = [*with_dim[:1], *names]
     return list(dict.fromkeys(names))  # each once
 
 
 def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | None) -> None:
-    layout = subject.layouts[name]
+    layout = subject.plan.layouts[name]
     # Without dims of one rank; a job of one rank has no others.
     long_dims = layout.trimmed.dims or layout.dims[:1]
     if by is None:
@@ -110,26 +109,19 @@ def _print_table(subject: PlannedJob, name: str, by: str | None, hosts: str | No
     # All lines first, so that an error comes before any output.
     with prints.working("Laying out the table"):
         width = prints.console().width
-        lines = list(
-            table(layout, subject.hosts, by, only=only, width=width, domains=subject.domains)
-        )
+        lines = list(table(layout, subject.hosts, by, only=only, width=width))
     out = prints.head(subject)
     for line in lines:
         out.print(line, no_wrap=True, crop=False)
     out.print(f"Ranks of one colour are one group over {by}; the last line numbers the groups.")
 
 
-def _write_page(
-    subject: PlannedJob, plan: GroupPlan, path: str, names: Sequence[str], by: str | None
-) -> None:
+def _write_page(subject: PlannedJob, path: str, names: Sequence[str], by: str | None) -> None:
     """Write the page of these layouts of the plan; ``-`` prints it."""
-    if "decoder" not in subject.plan.layouts:  # of outside code, whose names it has
-        plan = subject.plan
-        names = list(plan.layouts)
     if by is not None:
-        plan.layouts[names[0]].dim_size(by)  # refuses a dim that is not there
+        subject.plan.layouts[names[0]].dim_size(by)  # refuses a dim that is not there
     with prints.working(f"Writing {path}"):
-        text = page(plan, subject.hosts, offered=names, domains=subject.domains, by=by)
+        text = page(subject.plan, subject.hosts, offered=names, domains=subject.domains, by=by)
     if path == "-":
         click.echo(text.encode(), nl=False)
     else:
@@ -158,8 +150,8 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     requested = ranking[position]
     all_findings = list(expensive(subject.layouts, place, places, ranking[:position]))
     if subject.job is not None:
-        all_findings = [*refusals(subject.job), *silent_losses(subject.job), *all_findings]
-    all_findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+        losses = silent_losses(subject.job)
+        all_findings = [*refusals(subject.job), *all_findings, *losses]
     allowed = [finding for finding in all_findings if finding.rule in allow]
     standing = [finding for finding in all_findings if finding.rule not in allow]
     status = int(any(finding.severity != "note" for finding in standing))
@@ -170,7 +162,7 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
         prints.as_json(data)
         return status
     out = prints.head(subject, all_findings)
-    prints.findings(out, standing, allowed, allow)
+    prints.findings(out, standing, allowed)
     if suggest:
         prints.orders(out, requested, ranking[:_MOST_ORDERS], len(ranking), f"{place}s")
         across = dp_across(ranking, requested, subject.layouts, places, f"{place}s")
@@ -218,8 +210,6 @@ def diagnose(directory: Path, ask: bool, html: Path | None, as_json: bool) -> in
     """
     from hypergrid.hangs import reading, verdict
 
-    if not directory.is_dir():
-        raise JobError(f"there is no directory {directory}.")
     silent_ranks = asking.ask(directory) if ask else []
     with prints.progress("Reading") as progress:
         recordings = reading.read(directory, os.cpu_count() or 1, progress)

@@ -13,7 +13,8 @@ import click
 
 from compat.cli.prints import drop_output
 from compat.cli.source import planned_jobs
-from compat.planned.job import JobError
+from compat.planned.flags import Flag
+from compat.planned.job import SIZES, JobError
 from hypergrid import __version__
 from hypergrid.messages import printable
 
@@ -33,24 +34,25 @@ _LAUNCH = (
     ),
     click.option("--from-args", metavar="LINE", help="A pasted command, in which nothing expands."),
 )
-# Flags of a layout: the type of the value, how it is shown, and help.
-_LAYOUT: tuple[tuple[str, Any, str | None, str], ...] = (
-    ("megatron", str, "0.16.1", "Plan as this release; the installed one if not given."),
-    ("plan", str, "FILE", "A saved plan: what `plan --json` printed."),
-    ("world-size", int, None, "Ranks of the job."),
-    ("gpus-per-node", int, None, "Ranks on each host; 8 if not given."),
-    ("nvlink-domain", int, None, "GPUs in each NVLink domain, if it is larger than a host."),
-    ("tp", int, None, "Tensor parallel size."),
-    ("cp", int, None, "Context parallel size."),
-    ("pp", int, None, "Pipeline parallel size."),
-    ("vp", int, None, "Virtual stages on each pipeline rank."),
-    ("ep", int, None, "Expert parallel size."),
-    ("etp", int, None, "Tensor parallel size of experts; tp if not given."),
-    ("instances", int, None, "Instances of the distributed optimizer."),
-    ("order", str, "tp-cp-ep-dp-pp", "Dims from fastest to slowest."),
-    ("no-gloo", bool, None, "Without gloo twins of the data-parallel groups."),
-    ("tp-comm-overlap", bool, None, "With Transformer Engine's user buffers."),
-)
+# Flags of a layout, and their help; sizes.txt has their values.
+_LAYOUT = {
+    "megatron": "Plan as this release, 0.16.1; the installed one if not given.",
+    "plan": "A saved plan: the file of what `plan --json` printed.",
+    "world-size": "Ranks of the job.",
+    "gpus-per-node": "Ranks on each host; 8 if not given.",
+    "nvlink-domain": "GPUs in each NVLink domain, if it is larger than a host.",
+    "tp": "Tensor parallel size.",
+    "cp": "Context parallel size.",
+    "pp": "Pipeline parallel size.",
+    "vp": "Virtual stages on each pipeline rank.",
+    "ep": "Expert parallel size.",
+    "etp": "Tensor parallel size of experts; tp if not given.",
+    "instances": "Instances of the distributed optimizer.",
+    "order": "Dims from fastest to slowest: tp-cp-ep-dp-pp.",
+    "no-gloo": "Without gloo twins of the data-parallel groups.",
+    "tp-comm-overlap": "With Transformer Engine's user buffers.",
+}
+_TEXT = Flag("1", kind="text")  # what no size is
 
 
 class _Commands(click.Group):
@@ -112,12 +114,17 @@ def layout_command(function: Callable[..., int | None]) -> click.Command:
         return max(statuses)
 
     command: Callable[..., int | None] = for_each_job
-    for name, kind, metavar, text in reversed(_LAYOUT):
+    for name, text in reversed(_LAYOUT.items()):
+        row = SIZES.get(name, _TEXT)
+        kind: type = int
+        if row.kind == "text":
+            kind = str
+        if row.values == "0":
+            kind = bool
         command = click.option(
             f"--{name}",
             type=kind,
             is_flag=kind is bool,
-            metavar=metavar,
             help=text,
             hidden=function.__name__ != "plan",
         )(command)
@@ -129,6 +136,5 @@ def _sentence(error: Exception) -> str:
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename} cannot be opened: {error.strerror}."
-    # Cut before it is read by character, and after.
-    sentence = printable(f"hypergrid: {message[:_LONGEST]}")
+    sentence = printable(f"hypergrid: {message}")
     return " ".join(sentence.split())[:_LONGEST]

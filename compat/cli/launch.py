@@ -114,15 +114,11 @@ def job_of(command: Command, **flags: Any) -> Job:
     words do not decide it.
     """
     launch = taken_apart(command.words)
-    if launch.unknown:
-        raise JobError(
-            f"{launch.unknown} is not known, nor how often it starts the rest of its words. Give "
-            f"the words that it starts, or a script of bash behind --run."
-        )
     if launch.script is None:
         raise JobError(
-            "the command starts no Python program. Give the one with torchrun or srun, or a script "
-            "of bash behind --run."
+            f"it is not known which Python program {launch.unknown or 'the command'} starts, nor "
+            f"how often. Give the words that it starts, with torchrun or srun, or a script of bash "
+            f"behind --run."
         )
     reader = Reader(settings_of(flags))
     for option in options_of_variables("ours", command.variables):

@@ -80,13 +80,14 @@ def _torch() -> Iterator[Row]:
     backends = filter(torch.distributed.is_backend_available, ("nccl", "gloo", "mpi", "ucc"))
     yield Row("backends", ", ".join(backends) or "none")
     yield Row("creation", _creation())
-    name = "torch's private parts"
     tested = f"tested with torch {of_torch.OLDEST} to {of_torch.NEWEST}"
+    state = f"all that are used are there; {tested}"
+    remedy = ""
     lacking = of_torch.lacking()
     if lacking:
-        yield Row(name, "; ".join(lacking), f"Use a torch that is {tested}.")
-    else:
-        yield Row(name, f"all that are used are there; {tested}")
+        state = "; ".join(lacking)
+        remedy = f"Use a torch that is {tested}."
+    yield Row("torch's private parts", state, remedy)
 
 
 def _creation() -> str:
@@ -123,10 +124,8 @@ def _megatron() -> Iterator[Row]:
 
 def _trial() -> tuple[str, str]:
     """The result of importing megatron with our parallel_state, and a remedy."""
-    code = _TRIAL
-    # `python -c` imports from the current directory, which may be anybody's.
-    if not {"", os.getcwd()}.intersection(sys.path):
-        code = f"import sys; sys.path = [path for path in sys.path if path]\n{_TRIAL}"
+    # `python -c` would import from the current directory too, which may be anybody's.
+    code = f"import sys; sys.path[:] = {sys.path}\n{_TRIAL}"
     try:
         process = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code],

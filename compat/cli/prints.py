@@ -175,25 +175,18 @@ def rank_and_groups(out: Console, subject: PlannedJob, data: Mapping[str, Any]) 
     table(out, ("dims", ">ranks", ">hosts", "name, and the members"), rows)
 
 
-def findings(
-    out: Console,
-    standing: Sequence[Finding],
-    allowed: Sequence[Finding],
-    rules: Sequence[str],
-) -> None:
-    """Each finding: the fact, its cost and what to do; then what ``--allow`` names by ``rules``."""
+def findings(out: Console, standing: Sequence[Finding], allowed: Sequence[Finding]) -> None:
+    """Each finding: the fact, its cost and what to do; then those that ``--allow`` names."""
     for finding in standing:
         out.print(f"{finding.severity}: {finding.rule}", style=_COLOURS[finding.severity])
         out.print(_indented(finding.what))
         out.print(_indented(finding.cost))
         out.print(_indented(f"-> {finding.remedy}"), style="bold")
         out.print()
-    if not standing:
-        out.print("No findings that are not allowed.\n" if allowed else "No findings.\n")
     for finding in allowed:
         out.print(f"allowed: {finding.rule}. {finding.what}")
-    for rule in sorted(set(rules) - {finding.rule for finding in allowed}):
-        out.print(f"allowed, and not found: {rule}")
+    if not standing and not allowed:
+        out.print("No findings.\n")
 
 
 def orders(

@@ -65,9 +65,7 @@ class PlannedJob:
         """The NVLink domains of all ranks, where they are known."""
         if self.nvlink_domain is None:
             return None
-        ranks = range(self.plan.window.stop)
-        names = [f"NVLink domain {rank // self.nvlink_domain}" for rank in ranks]
-        return Topology(self._all_ranks, names)
+        return Topology(self._all_ranks, self.nvlink_domain)
 
     @property
     def _all_ranks(self) -> RankLayout:
@@ -183,8 +181,6 @@ def _recorded(
     script: Path, arguments: Sequence[str], timeout: float, directory: Path | None
 ) -> Sequence[Command]:
     """The launches of a script, which bash runs; what is done and how it ended goes to stderr."""
-    if not script.is_file():
-        raise JobError(f"there is no file {script}.")
     name = shown(script.name)
     _say(f"runs {name} here, without its launchers; all other commands run")
     recording = launches(script, arguments, timeout, directory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -39,11 +39,9 @@ def read_programs(
 
     A command without a launcher runs in a rank of the job: the variables of that rank count.
     """
-    launchers = []
+    launchers = [program for program in programs if program[0] in LAUNCHERS]
     for program, options in programs:
-        if program in LAUNCHERS:
-            launchers.append((program, options))
-        else:
+        if program not in LAUNCHERS:
             for option in options:
                 reader.read(option, reader.settings)
     # Nothing depends then on what launchers are told.
@@ -51,9 +49,9 @@ def read_programs(
         return
     if not launchers:
         of_rank: dict[str, int] = {}
-        _read_variables(reader, "rank", options_of_variables("rank", variables), of_rank)
-        if "world" in of_rank:
-            reader.settings.update({**of_rank, **reader.overrides})
+        for option in options_of_variables("rank", variables):
+            _read_variable(reader, "rank", option, of_rank)
+        reader.settings.update({**of_rank, **reader.overrides})
         return
     *outer_launchers, (program, options) = launchers
     ranks = _ranks_of(reader, program, options, variables, reader.overrides.get("per_host"))
@@ -76,20 +74,16 @@ def options_of_variables(program: str, variables: Mapping[str, str]) -> Iterator
             yield Option(variable, row, [text])
 
 
-def _read_variables(
-    reader: Reader, program: str, options: Iterable[Option], numbers: dict[str, int]
-) -> None:
-    """Read variables into ``numbers``; one that says otherwise than a flag, or another, is refused.
+def _read_variable(reader: Reader, program: str, option: Option, numbers: dict[str, int]) -> None:
+    """Read a variable into ``numbers``; one that says otherwise than they do is refused.
 
     How many tasks a launcher then starts depends on its version.
     """
-    for option in options:
-        told: dict[str, int] = {}
-        reader.read(option, told)
-        for meaning, number in told.items():
-            if numbers.setdefault(meaning, number) != number:
-                text = option.values[0]
-                raise _not_decided(program, f"is told otherwise by {option.flag}={text}")
+    told: dict[str, int] = {}
+    reader.read(option, told)
+    if {**told, **numbers} != {**numbers, **told}:
+        raise _not_decided(program, f"is told otherwise by {option.flag}={option.values[0]}")
+    numbers.update(told)
 
 
 def _not_decided(program: str, why: str) -> JobError:
@@ -110,11 +104,9 @@ def _ranks_of(
     if per_host is not None:
         numbers["per_host"] = per_host
     is_decided = len(numbers.keys() & {*Ranks._fields}) >= 2
-    options_read = []
     for option in options_of_variables(program, variables):
         if not is_decided or option.row.meaning not in Ranks._fields:
-            options_read.append(option)
-    _read_variables(reader, program, options_read, numbers)
+            _read_variable(reader, program, option, numbers)
     # GPUs are not read, from which it would count its tasks.
     if "tasks" not in numbers and "tasks_from_gpus" not in numbers:
         numbers = {**_DEFAULTS.get(program, {}), **numbers}
@@ -139,9 +131,19 @@ def variables_of_step(options: Sequence[Option], variables: Mapping[str, str]) -
     # Where its ranks are not decided, a launch that srun starts is refused by the same variables.
     with suppress(JobError):
         ranks = _ranks_of(Reader({}), "srun", options, variables)
-        of_step["SLURM_NNODES"] = of_step["SLURM_JOB_NUM_NODES"] = str(ranks.hosts)
-        of_step["SLURM_NTASKS"] = of_step["SLURM_NPROCS"] = str(ranks.tasks)
+        of_step |= _variables_of({"hosts": ranks.hosts, "tasks": ranks.tasks})
     return of_step
+
+
+def _variables_of(numbers: Mapping[str, int]) -> dict[str, str]:
+    """The variables of SLURM that have these numbers, by the meanings of its flags."""
+    variables = {}
+    for flag, row in flags_of("srun").items():
+        name = flag.removeprefix("$")
+        # --nodes=4 sets SLURM_NNODES and SLURM_JOB_NUM_NODES, which mean the same.
+        if name.startswith("SLURM_") and row.meaning in numbers:
+            variables[name] = str(numbers[row.meaning])
+    return variables
 
 
 def head_of(script: str) -> dict[str, str]:
@@ -163,22 +165,16 @@ def head_of(script: str) -> dict[str, str]:
                 "instead of the script: --world-size 64 --tp 4."
             )
         words += words_of_line
-    rows = flags_of("srun")
-    numbers: dict[str, str] = {}
-    variables = {}
-    for flag, row, values in options_of(words, rows)[0]:
+    numbers: dict[str, int] = {}
+    distribution = {}
+    for flag, row, values in options_of(words, flags_of("srun"))[0]:
         value = "".join(values)
         if flag in ("-m", "--distribution"):
-            variables["SLURM_DISTRIBUTION"] = value
+            distribution["SLURM_DISTRIBUTION"] = value
         number = _NUMBER.fullmatch(value)
         if row.meaning and number is not None:
-            numbers[row.meaning] = number[1]
+            numbers[row.meaning] = int(number[1])
     # SLURM computes it where the script does not say it.
-    if "tasks" not in numbers and {"hosts", "per_host"} <= numbers.keys():
-        numbers["tasks"] = str(int(numbers["hosts"]) * int(numbers["per_host"]))
-    for flag, row in rows.items():
-        name = flag.removeprefix("$")
-        # --nodes=4 sets SLURM_NNODES and SLURM_JOB_NUM_NODES, which mean the same.
-        if name.startswith("SLURM_") and row.meaning in numbers:
-            variables[name] = numbers[row.meaning]
-    return variables
+    if {"hosts", "per_host"} <= numbers.keys():
+        numbers.setdefault("tasks", numbers["hosts"] * numbers["per_host"])
+    return {**_variables_of(numbers), **distribution}

@@ -16,8 +16,6 @@ from compat.planned.orders import RankedOrder
 from hypergrid.messages import shown
 from hypergrid.topology import Topology
 
-SEVERITIES = ("error", "warning", "note")
-
 # Kind of groups that should stay inside a host, and severity; and what it costs if they do not.
 _ACROSS = {
     ("tp", "error"): "Every layer waits for the network, forward and backward, several times.",

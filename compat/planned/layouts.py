@@ -9,7 +9,6 @@ import numpy as np
 
 from hypergrid.layout import LayoutError, RankLayout
 from hypergrid.messages import one_line
-from hypergrid.topology import Topology
 
 Layouts: TypeAlias = Mapping[str, RankLayout]
 
@@ -68,12 +67,6 @@ def groups_by_kind(layouts: Layouts) -> dict[str, np.ndarray]:
             if ranks.shape[1] > 1:
                 groups[kind] = ranks
     return groups
-
-
-def most_hosts(layouts: Layouts, hosts: Topology) -> dict[str, int]:
-    """By kind how many hosts the group touches that touches the most; 1 if all stay inside."""
-    groups = groups_by_kind(layouts)
-    return {kind: int(hosts.touched(groups[kind]).max()) for kind in groups}
 
 
 def shards_of(before: Layouts, after: Layouts) -> Mapping[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from itertools import permutations
 
 import numpy as np
 
-from compat.planned.layouts import SHARDS, Layouts, known, most_hosts
+from compat.planned.layouts import SHARDS, Layouts, groups_by_kind, known
 from compat.swap.order import DIMS
 from hypergrid.layout import RankLayout
 from hypergrid.topology import Topology
@@ -19,16 +19,12 @@ class RankedOrder:
     """An order of dims, and by kind of groups how many hosts a group touches at most under it."""
 
     order: str
-    hosts: Mapping[str, int]
+    hosts: Mapping[str, int]  # 1 if all groups of the kind stay inside
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers of hosts: of two orders, the one with the smaller tuple is better."""
         return tuple(self.hosts.values())
-
-    def keeps(self, kinds: Sequence[str]) -> bool:
-        """Whether the groups of these kinds stay inside hosts."""
-        return all(self.hosts[kind] == 1 for kind in kinds)
 
 
 def ranked_orders(requested: str, layouts: Layouts, hosts: Topology) -> list[RankedOrder]:
@@ -56,7 +52,9 @@ def ranked_orders(requested: str, layouts: Layouts, hosts: Topology) -> list[Ran
         if trimmed in known_layouts:
             continue
         known_layouts.add(trimmed)
-        ranking.append(RankedOrder(order, most_hosts(layouts_in_order, hosts)))
+        groups = groups_by_kind(layouts_in_order)
+        most_hosts = {kind: int(hosts.touched(groups[kind]).max()) for kind in groups}
+        ranking.append(RankedOrder(order, most_hosts))
     return sorted(ranking, key=lambda ranked: (ranked.numbers, ranked.order != requested))
 
 
@@ -95,14 +93,15 @@ def dp_across(
     kinds = [kind for kind in requested.hosts if not kind.endswith("dp")]
     if "pp" not in kinds or "dp" not in requested.hosts:
         return ""
-    if requested.keeps(kinds):
+    inside = []
+    for ranked in ranking:
+        if all(ranked.hosts[kind] == 1 for kind in kinds):
+            inside.append(ranked.order)
+    if requested.order in inside:
         return ""
     named = ", ".join(kinds)
-    for ranked in ranking:
-        if ranked.keeps(kinds):
-            return (
-                f"With order {ranked.order} groups of {named} stay inside {places}, and dp crosses."
-            )
+    if inside:
+        return f"With order {inside[0]} groups of {named} stay inside {places}, and dp crosses."
     sentence = f"No order keeps {named} inside {places} with dp across them"
     ranks_of_place = int(np.bincount(hosts.numbers).max())
     data_sizes = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +58,8 @@ class Difference:
     @property
     def is_empty(self) -> bool:
         """Whether no rank sees a difference."""
-        changed = (*self.moved, *self.regrouped, *self.resharded)
-        return self.ranks[0] == self.ranks[1] and not changed
+        # A part of the weights changes where a coordinate does.
+        return self.ranks[0] == self.ranks[1] and not self.moved and not self.regrouped
 
 
 def difference(
@@ -74,29 +74,26 @@ def difference(
     """
     start = max(before.window.start, after.window.start)
     stop = min(before.window.stop, after.window.stop)
-    common = range(start, stop)
+    common = np.arange(start, stop)
     moved: list[Moved] = []
     resharded: list[Resharded] = []
     for name, weight_dims in shards.items():
         old = before.layouts[name]
         new = after.layouts[name]
         # Whether each rank holds another part of the weights: all do, if these are cut anew.
-        old_cut = _sizes(old, weight_dims)
-        new_cut = _sizes(new, weight_dims)
+        old_cut = tuple(map(old.size_of, weight_dims))
+        new_cut = tuple(map(new.size_of, weight_dims))
         part_differs = np.full(len(common), old_cut != new_cut)
         for dim in dict.fromkeys((*old.dims, *new.dims)):
-            old_coordinates = _coordinates(old, dim, common)
-            new_coordinates = _coordinates(new, dim, common)
-            differs = old_coordinates != new_coordinates
+            differs = _coordinates(old, dim, common) != _coordinates(new, dim, common)
             if dim in weight_dims:
                 part_differs |= differs
             old_size = old.size_of(dim)
             new_size = new.size_of(dim)
-            ranks = int(differs.sum())
-            if ranks or old_size != new_size:
-                moved.append(Moved(name, dim, (old_size, new_size), ranks))
-        ranks = int(part_differs.sum())
-        if ranks or old_cut != new_cut:
+            if differs.any() or old_size != new_size:
+                moved.append(Moved(name, dim, (old_size, new_size), int(differs.sum())))
+        if part_differs.any() or old_cut != new_cut:
+            ranks = int(part_differs.sum())
             resharded.append(Resharded(name, weight_dims, (old_cut, new_cut), ranks))
     return Difference(
         ranks=(len(before.window), len(after.window)),
@@ -107,62 +104,39 @@ def difference(
     )
 
 
-def _regrouped(
-    before: GroupPlan,
-    after: GroupPlan,
-    common: range,
-) -> Iterator[Regrouped]:
+def _coordinates(layout: RankLayout, dim: str, ranks: np.ndarray) -> np.ndarray:
+    """The coordinate of each rank on ``dim``: -1 outside the layout, 0 without such a dim."""
+    if dim not in layout.dims:
+        return np.zeros(len(ranks), dtype=int)
+    positions = ranks - layout.offset
+    coordinates = positions // layout.stride(dim) % layout.size_of(dim)
+    is_inside = (positions >= 0) & (positions < layout.size)
+    return np.where(is_inside, coordinates, -1)
+
+
+def _regrouped(before: GroupPlan, after: GroupPlan, common: np.ndarray) -> Iterator[Regrouped]:
     """The names whose groups change."""
+    # A number for each rank: the sum over a group's members is its digest, in any order.
+    rank_count = max(before.window.stop, after.window.stop)
+    generator = np.random.default_rng(0)
+    number_of_rank = generator.integers(1 << 63, size=rank_count, dtype=np.uint64)
     # Each once, in their order.
     for label in dict.fromkeys(row.label for row in (*before.rows, *after.rows)):
-        old_count, old_digests = _groups(before, label, common)
-        new_count, new_digests = _groups(after, label, common)
-        differs = old_digests != new_digests
-        ranks = int(differs.sum())
+        old_count, old_digests = _groups(before, label, number_of_rank)
+        new_count, new_digests = _groups(after, label, number_of_rank)
+        ranks = int((old_digests != new_digests)[common].sum())
         if ranks or old_count != new_count:
             yield Regrouped(label, (old_count, new_count), ranks)
 
 
-def _sizes(layout: RankLayout, dims: Sequence[str]) -> tuple[int, ...]:
-    return tuple(map(layout.size_of, dims))
-
-
-def _coordinates(
-    layout: RankLayout,
-    dim: str,
-    ranks: range,
-) -> np.ndarray:
-    """The coordinate of each rank on ``dim``: -1 outside the layout, 0 without such a dim."""
-    if dim not in layout.dims:
-        return np.zeros(len(ranks), dtype=int)
-    positions = np.array(ranks) - layout.offset
-    stride = layout.stride(dim)
-    coordinates = positions // stride % layout.size_of(dim)
-    is_outside = (positions < 0) | (positions >= layout.size)
-    coordinates[is_outside] = -1
-    return coordinates
-
-
-def _groups(
-    plan: GroupPlan,
-    label: str,
-    ranks: range,
-) -> tuple[int, np.ndarray]:
+def _groups(plan: GroupPlan, label: str, number_of_rank: np.ndarray) -> tuple[int, np.ndarray]:
     """How many groups the name has, and a digest of each rank's: equal for equal members."""
-    arrays: list[np.ndarray] = []
+    count = 0
+    digests = np.zeros_like(number_of_rank)
     for row in plan.rows:
         if row.label == label:
-            arrays.extend(plan.arrays(row))
-    stop = ranks.stop
-    for groups in arrays:
-        # A row may list ranks that are not in the plan's layout.
-        stop = max(stop, int(groups.max()) + 1)
-    # A number for each rank: the sum over a group's members is its digest, in any order.
-    generator = np.random.default_rng(0)
-    number_of_rank = generator.integers(1 << 63, size=stop, dtype=np.uint64)
-    digests = np.zeros(stop, dtype=np.uint64)
-    for groups in arrays:
-        # A rank may be in several groups of one name.
-        digests[groups] += number_of_rank[groups].sum(axis=1, keepdims=True)
-    count = sum(map(len, arrays))
-    return count, digests[ranks.start : ranks.stop]
+            for groups in plan.arrays(row):
+                count += len(groups)
+                # A rank may be in several groups of one name.
+                digests[groups] += number_of_rank[groups].sum(axis=1, keepdims=True)
+    return count, digests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
 from hypergrid.layout import Dims, RankLayout
 from hypergrid.topology import Topology
@@ -16,18 +16,9 @@ def ranks_by_host(layout: RankLayout, hosts: Topology) -> dict[str, list[int]]:
     return ranks_of
 
 
-def domain_of(domains: Topology | None, ranks: Sequence[int]) -> str:
-    """The NVLink domain of a host with these ranks; empty where domains are not known."""
-    if domains is None:
-        return ""
-    return domains.host(ranks[0])
-
-
-def group_numbers(layout: RankLayout, by: Dims) -> list[int]:
+def group_numbers(layout: RankLayout, by: Dims) -> np.ndarray:
     """By rank, the number of its group over ``by`` in Megatron's order; -1 before the layout."""
-    number_of_rank = [-1] * layout.stop
-    groups = layout.groups(by).tolist()
-    for number, ranks in enumerate(groups):
-        for rank in ranks:
-            number_of_rank[rank] = number
+    number_of_rank = np.full(layout.stop, -1)
+    for number, ranks in enumerate(layout.groups(by)):
+        number_of_rank[ranks] = number
     return number_of_rank

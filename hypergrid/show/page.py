@@ -13,7 +13,7 @@ from typing import Any
 
 from hypergrid.layout import LayoutError
 from hypergrid.plan import GroupPlan
-from hypergrid.show.hosts import domain_of, ranks_by_host
+from hypergrid.show.hosts import ranks_by_host
 from hypergrid.topology import Topology
 
 MOST_RANKS = 1 << 16  # a browser opens these in some seconds, and 1,048,576 not in two minutes
@@ -47,7 +47,9 @@ def page(
         )
     drawn_hosts = []
     for name, ranks in ranks_by_host(plan.layout, hosts).items():
-        domain = domain_of(domains, ranks)
+        domain = ""
+        if domains is not None:
+            domain = f"NVLink domain {domains.numbers[ranks[0]]}"
         drawn_hosts.append({"name": name, "ranks": ranks, "within": domain})
     data = {
         "title": title,

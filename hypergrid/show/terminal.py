@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.text import Text
 
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.show.hosts import domain_of, group_numbers, ranks_by_host
+from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.topology import Topology
 
 FOLD_ABOVE = 256  # ranks
@@ -24,23 +24,23 @@ def table(
     hosts: Topology,
     by: str,
     *,
-    only: Sequence[int] | None = None,
+    only: range | None = None,
     width: int = 80,
-    domains: Topology | None = None,
 ) -> Iterator[Text]:
     """Lines: for each host its ranks, their coordinates and their group over ``by``, coloured.
 
     ``by`` is one or several dims, joined by ``"-"``. By default all hosts are shown, or above 256
     ranks the first and the last; ``only`` names others by number. A host with more ranks than fit
-    into ``width`` columns goes on in further lines. NVLink ``domains`` are headings.
+    into ``width`` columns goes on in further lines.
     """
     ranks_of = ranks_by_host(layout, hosts)
     names = list(ranks_of)
     last = len(names) - 1
+    is_folded = only is None and layout.size > FOLD_ABOVE and last > _FIRST
     numbers: Sequence[int] = range(len(names))
     if only is not None:
         numbers = only
-    elif layout.size > FOLD_ABOVE and last > _FIRST:
+    elif is_folded:
         numbers = [*range(_FIRST), last]
     group_title = f"{by} group"
     dims = layout.trimmed.dims
@@ -51,40 +51,29 @@ def table(
     cell_width = len(str(layout.stop - 1)) + 2
     per_line = max(1, (width - label_width) // cell_width)
 
-    def cell(value: int) -> str:
-        return f"{value} ".rjust(cell_width)
+    def line(label: str, values: Iterable[int], style: str = "") -> Text:
+        cells = [f"{value} ".rjust(cell_width) for value in values]
+        text = f"  {label}".ljust(label_width) + "".join(cells)
+        return Text(text.rstrip(), style)
 
-    def line(label: str, values: Iterable[int]) -> str:
-        text = f"  {label}".ljust(label_width)
-        cells = "".join(map(cell, values))
-        return (text + cells).rstrip()
-
-    number_before = None
-    domain_before = ""
     for number in numbers:
-        if not 0 <= number <= last:
+        if number > last:
             raise LayoutError(f"there is no host {number}: they go from 0 to {last}.")
-        if number_before is not None and number > number_before + 1:
-            hidden_count = number - number_before - 1
+        if is_folded and number == last:
+            hidden_count = last - _FIRST
             yield Text(f"... {hidden_count} hosts between, --hosts shows them ...", style="dim")
             yield Text()
-        number_before = number
         name = names[number]
         host_ranks = ranks_of[name]
-        domain = domain_of(domains, host_ranks)
-        if domain != domain_before:
-            yield Text(domain, "bold underline")
-        domain_before = domain
         for start in range(0, len(host_ranks), per_line):
             ranks = host_ranks[start : start + per_line]
+            groups = group_of_rank[ranks]
             coloured = Text(name.ljust(label_width), style="bold")
-            for rank in ranks:
-                style_number = group_of_rank[rank] % len(_STYLES)
-                coloured.append(cell(rank), _STYLES[style_number])
+            for rank, group in zip(ranks, groups, strict=True):
+                coloured.append(f"{rank} ".rjust(cell_width), _STYLES[group % len(_STYLES)])
             yield coloured
             for dim in dims:
                 coordinates = [layout.coordinate(rank)[dim] for rank in ranks]
-                yield Text(line(dim, coordinates))
-            groups = [group_of_rank[rank] for rank in ranks]
-            yield Text(line(group_title, groups), "bold")
+                yield line(dim, coordinates)
+            yield line(group_title, groups, "bold")
         yield Text()

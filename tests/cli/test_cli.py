@@ -129,9 +129,12 @@ def test_a_saved_plan_may_begin_with_any_layout_and_names_are_shown_as_they_are(
     printed = run(f"plan {option}")
     assert "8 ranks on 2 hosts of 8: [red]=8" in printed
     assert (row(printed, "V"), row(printed, "D")) == ("dp 8 2 2", "[red] 8 1 1")
-    # Without a decoder the picture is that of the first layout.
-    run(f"show {saved(GroupPlan({'vision': vision}).to_json())} --svg {tmp_path / 'plan.svg'}")
+    # Without a decoder the picture and the page are those of all layouts.
+    layouts = {"vision": vision, "text": RankLayout(("b",), (8,))}
+    option = saved(GroupPlan(layouts).to_json())
+    run(f"show {option} --svg {tmp_path / 'plan.svg'} --html {tmp_path / 'page.html'}")
     assert "16 ranks, 2 hosts: a=2 dp=8" in (tmp_path / "plan.svg").read_text()
+    assert '"offered":["vision","text"]' in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize("dim", ["pp", "tp"])
@@ -153,9 +156,16 @@ LEVELS = (
     ("flags", "panels"),
     [
         ("--world-size 64 --tp 4 --cp 2", "tp = 4, cp = 2, dp = 8"),
-        ("--world-size 1024 --tp 4 --pp 8 --ep 32", "tp = 4, dp = 32, pp = 8, expert ep = 32"),
+        (
+            "--world-size 1024 --tp 4 --pp 8 --ep 32",
+            "decoder tp = 4, decoder dp = 32, decoder pp = 8, expert ep = 32",
+        ),
         ("--world-size 1024 --tp 4 --pp 8 --ep 32 --by ep", "ep = 32"),
-        (LEVELS, "tp = 4, cp = 8, dp = 2, cp0 = 2, cp1 = 4"),
+        (
+            LEVELS,
+            "decoder tp = 4, decoder cp = 8, decoder dp = 2, decoder_cp_levels cp0 = 2, "
+            "decoder_cp_levels cp1 = 4",
+        ),
     ],
 )
 def test_a_picture_shows_each_kind_of_group_of_a_job(flags, panels, tmp_path):

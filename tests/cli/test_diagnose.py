@@ -86,7 +86,9 @@ def test_files_that_cannot_be_read_are_named_and_no_dumps_is_a_refusal(recorded)
     (recorded / "empty").mkdir()
     assert "has no dump of a rank" in run(f"diagnose {recorded / 'empty'}", status=2)
     assert "has no dump of a rank: trace_RANK" in run(f"diagnose {recorded.parent}", status=2)
-    assert "there is no directory" in run(f"diagnose {recorded / 'nowhere'}", status=2)
+    assert "nowhere cannot be opened: No such file or directory" in run(
+        f"diagnose {recorded / 'nowhere'}", status=2
+    )
 
 
 def test_no_torch_is_needed(recorded):

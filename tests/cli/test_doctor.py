@@ -20,6 +20,7 @@ def test_the_doctor_finds_this_machine_well():
 def package(tmp_path, monkeypatch):
     """Writes packages, which the processes of the doctor find."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     def write(name, text):
         (tmp_path / name).mkdir()
