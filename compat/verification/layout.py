@@ -90,14 +90,10 @@ class Layout:
 
     def __str__(self) -> str:
         words = []
-        for name in DIMS:
-            size = getattr(self, name)
-            # etp=1 says something where tp is larger.
-            is_said = name == "etp" and self.tp > 1
-            if size is not None and (size > 1 or is_said):
-                words.append(f"{name}={size}")
-        if self.order != Layout.order:
-            words.append(f"order={self.order}")
+        for name in (*DIMS, "order"):
+            value = getattr(self, name)
+            if value != getattr(Layout, name):
+                words.append(f"{name}={value}")
         for name, value in sorted(self.options.items()):
             words.append(name if value is True else f"{name}={_text(value)}")
         return " ".join(words) or "one rank"
@@ -142,18 +138,13 @@ class Layout:
         """
         changes: dict[str, dict[str, Any]] = {}
         # Chunks first: a pipeline that has them cannot be taken away.
-        for name in ("vp", "etp"):
-            size = getattr(self, name)
-            if size is not None:
-                changes[f"{name}={size}"] = {name: None}
-        for name in ("dp", "pp", "cp", "ep", "tp"):
-            size = getattr(self, name)
-            if size > 1:
-                changes[f"{name}={size}"] = {name: 1}
-            if size > 2:
+        for name in ("vp", "etp", "dp", "pp", "cp", "ep", "tp", "order"):
+            value = getattr(self, name)
+            least = getattr(Layout, name)
+            if value != least:
+                changes[f"{name}={value}"] = {name: least}
+            if least == 1 and value > 2:
                 changes[f"{name} > 2"] = {name: 2}
-        if self.order != Layout.order:
-            changes[f"order={self.order}"] = {"order": Layout.order}
         # False comes before True: the loss per token is the last.
         for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
             changes[name] = {"options": self.without(name).options}
