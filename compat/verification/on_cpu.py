@@ -66,7 +66,6 @@ def adapt() -> None:
     distributed: Any = torch.distributed
     distributed.all_to_all_single = _with_lists(distributed.all_to_all_single)
     distributed.all_gather = _of_any_sizes(distributed.all_gather)
-    distributed.reduce_scatter = _sum_of_any_sizes(distributed.reduce_scatter)
     watch_collectives()
 
 
@@ -104,16 +103,12 @@ def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(exchange)
-
     @functools.wraps(exchange)
     def exchanged(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
         for name in ("output_split_sizes", "input_split_sizes"):
-            sizes = arguments.get(name)
-            if isinstance(sizes, torch.Tensor):
-                arguments[name] = sizes.tolist()
-        return exchange(**arguments)
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return exchange(*args, **kwargs)
 
     return exchanged
 
@@ -123,7 +118,7 @@ def _of_any_sizes(gather: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(gather)
     def gathered(parts: Any, part: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if _have_one_shape(parts):
+        if len({place.shape for place in parts}) == 1:
             return gather(parts, part, group=group, **kwargs)
         for rank, place in enumerate(parts):
             if rank == torch.distributed.get_rank(group):
@@ -132,25 +127,6 @@ def _of_any_sizes(gather: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return gathered
-
-
-def _sum_of_any_sizes(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Sum parts of unequal sizes, one for each rank, as NCCL does and gloo does not."""
-
-    @functools.wraps(scatter)
-    def scattered(output: torch.Tensor, parts: Any, *args: Any, group: Any = None) -> Any:
-        if _have_one_shape(parts):
-            return scatter(output, parts, *args, group=group)
-        for part in parts:
-            torch.distributed.all_reduce(part, group=group)
-        output.copy_(parts[torch.distributed.get_rank(group)])
-        return None
-
-    return scattered
-
-
-def _have_one_shape(parts: Any) -> bool:
-    return all(part.shape == parts[0].shape for part in parts)
 
 
 _said_types: list[str] = []  # the type that parameters say they have, and have float32 data
