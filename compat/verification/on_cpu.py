@@ -252,17 +252,13 @@ def _torch_without_bfloat16() -> ModuleType:
 
 def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``reduce``, and the identity in a group of one rank: there its gradient is the same."""
-    signature = inspect.signature(reduce)
 
+    # megatron-core's layers, which alone have it by this name, always give their group.
     @functools.wraps(reduce)
-    def reduced(*args: Any, **kwargs: Any) -> torch.Tensor:
-        arguments = signature.bind(*args, **kwargs).arguments
-        group = arguments.get("group")
-        if group is None:
-            group = import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
+    def reduced(features: torch.Tensor, group: Any) -> torch.Tensor:
         if group.size() == 1:
-            return arguments["input_"]
-        output = reduce(*args, **kwargs)
+            return features
+        output = reduce(features, group)
         expect_backward(reduce.__name__, output)
         return output
 
