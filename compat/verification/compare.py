@@ -112,14 +112,16 @@ class Reference:
                 return f"the {quantity} of {name or 'a micro batch'} changes by {error:.2g}"
         return ""
 
-    def has_gradient(self, name: str) -> bool:
-        """Whether a parameter's gradient is more than rounding."""
-        return not self._is_zero(GRADIENT, name)
-
-    def unmoved(self) -> list[str]:
-        """Parameters with a gradient that the step did not change."""
+    def worthless(self) -> str:
+        """Why agreement with these results would say nothing; "" if it does say something."""
         updates = self.whole[1, "update"]
-        return [name for name in updates if self.has_gradient(name) and not updates[name].any()]
+        trained = [name for name in updates if not self._is_zero(GRADIENT, name)]
+        unmoved = [name for name in trained if not updates[name].any()]
+        if unmoved:
+            return f"the step did not change {few(unmoved)}, which has a gradient"
+        if not trained:
+            return "no parameter has a gradient"
+        return ""
 
     def _is_zero(self, kind: Kind, name: str) -> bool:
         size = float(self.whole[kind][name].norm())

@@ -38,7 +38,7 @@ from compat.verification.step import (
     Variant,
     run_variants,
 )
-from hypergrid.messages import few, install_command
+from hypergrid.messages import install_command
 
 ULP = 2.0**-23  # of float32
 SECONDS_FOR_SITES = 30  # in which the results of each collective are left out
@@ -266,7 +266,7 @@ class _Job:
             keys = {finding.key for finding in wrong}
             smallest_layout, needed = self._smallest(layout, keys)
             return replace(report, smallest=smallest_layout, needed=needed)
-        worthless = self._worthless(layout)
+        worthless = self.reference(layout).worthless()
         if worthless:
             return replace(report, refused=worthless)
         not_covered = [*report.not_covered]
@@ -321,16 +321,6 @@ class _Job:
             # What follows runs the layout again, and needs the memory.
             computed.tensors.clear()
         return ranks, differing
-
-    def _worthless(self, layout: Layout) -> str:
-        """Why agreement in this layout would say nothing; "" if it does say something."""
-        reference = self.reference(layout)
-        names = reference.unmoved()
-        if names:
-            return f"the step did not change {few(names)}, which has a gradient"
-        if not any(map(reference.has_gradient, reference.initial)):
-            return "no parameter has a gradient"
-        return ""
 
     def _idle_options(self, layout: Layout, ranks: Sequence[Computed]) -> list[str]:
         """Options of several ranks without which these were not seen to call other collectives."""
