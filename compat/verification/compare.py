@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import hypot, isclose, isfinite
+from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -175,13 +176,13 @@ def _of_step(step: int, reference: Reference, ranks: Sequence[Computed]) -> list
         # A run in which a collective was left out may take one step.
         if kind[0] == step and kind in ranks[0].tensors:
             differing += _tensors(kind, kind, reference.whole[kind], reference, ranks)
-    keys = {finding.key for finding in differing}
-    kept = []
-    for finding in differing:
-        # A wrong gradient is one finding, not two.
-        if finding.quantity != "update" or ("gradient", finding.name) not in keys:
-            kept.append(finding)
-    return kept
+    gradients = {finding.name for finding in differing if finding.quantity == "gradient"}
+    # A wrong gradient is one finding, not two.
+    return [
+        finding
+        for finding in differing
+        if finding.quantity != "update" or finding.name not in gradients
+    ]
 
 
 def _initial_values_that_are_wrong(ranks: Sequence[Computed]) -> Iterator[Finding]:
@@ -226,27 +227,28 @@ def _with_several_values(
 
     A key begins with the name of what it stands for.
     """
-    ranks_of_value: dict[tuple[Any, ...], dict[Any, list[int]]] = {}
+    values_of = defaultdict(set)
+    ranks_of = defaultdict(set)
     for rank, key, value in values:
-        ranks_of_value.setdefault(key, {}).setdefault(value, []).append(rank)
-    ranks_of_name: dict[str, set[int]] = {}
-    for key, ranks in ranks_of_value.items():
-        if len(ranks) > 1:
-            ranks_of_name.setdefault(key[0], set()).update(*ranks.values())
-    for name, rank_set in ranks_of_name.items():
-        yield Finding(quantity, name, tuple(sorted(rank_set)), 1.0, meaning=meaning)
+        values_of[key].add(value)
+        ranks_of[key].add(rank)
+    ranks_of_name: dict[str, set[int]] = defaultdict(set)
+    for key, ranks in ranks_of.items():
+        if len(values_of[key]) > 1:
+            ranks_of_name[key[0]] |= ranks
+    for name, ranks in ranks_of_name.items():
+        yield Finding(quantity, name, tuple(sorted(ranks)), 1.0, meaning=meaning)
 
 
 def _spreads_that_differ(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
     """Weights that the layout draws from a wider or narrower distribution than one rank does."""
-    right_sizes, _ = _whole_weights(reference.own_initial)
+    right_sizes = _whole_norms(reference.own_initial)
     weights = []
     for computed in ranks:
         weights.extend(computed.own_initial)
-    sizes, numels = _whole_weights(weights)
-    for name, size in sizes.items():
+    for name, size in _whole_norms(weights).items():
         right_size = right_sizes[name]
-        error = _SPREAD / numels[name] ** 0.5
+        error = _SPREAD / reference.initial[name].numel() ** 0.5
         if abs(size - right_size) > error * right_size:
             meaning = "is not 0, as on one rank"
             if right_size:
@@ -254,15 +256,13 @@ def _spreads_that_differ(reference: Reference, ranks: Sequence[Computed]) -> Ite
             yield Finding(_OWN, name, tuple(range(len(ranks))), 1.0, meaning=meaning)
 
 
-def _whole_weights(weights: Sequence[Weight]) -> tuple[dict[str, float], Counter[str]]:
-    """The norm of each whole weight that the job itself made, and how many numbers it has."""
-    parts = {weight.place: weight for weight in weights}
+def _whole_norms(weights: Sequence[Weight]) -> dict[str, float]:
+    """The norm of each whole weight that the job itself made; replicas count once."""
+    norm_of_part = {weight.place: weight.norm for weight in weights}
     norms: dict[str, float] = {}
-    numels = Counter[str]()
-    for (name, _), weight in parts.items():
-        norms[name] = hypot(weight.norm, norms.get(name, 0.0))
-        numels[name] += weight.numel
-    return norms, numels
+    for (name, _), norm in norm_of_part.items():
+        norms[name] = hypot(norm, norms.get(name, 0.0))
+    return norms
 
 
 def recomputed_gradients_that_differ(
@@ -291,14 +291,14 @@ def _norms(step: int, reference: Reference, ranks: Sequence[Computed]) -> Iterat
         for computed in ranks:
             _, norms = computed.norms[kind]
             norm_of_part |= norms
-        right_norm = hypot(*norm_of_part.values())
+        right_norm = max(hypot(*norm_of_part.values()), _TINY)
         differences = []
         for rank, computed in enumerate(ranks):
             norm, _ = computed.norms[kind]
-            error = abs(norm - right_norm) / max(right_norm, _TINY)
+            error = abs(norm - right_norm) / right_norm
             # An error that is no number is above any limit.
             if not error <= reference.tolerance:
-                differences.append((rank, _Difference(error, norm / max(right_norm, _TINY))))
+                differences.append((rank, _Difference(error, norm / right_norm)))
         if differences:
             yield _finding(kind, "", differences)
 
@@ -345,13 +345,12 @@ def _finding(kind: Kind, name: str, differences: Sequence[tuple[int, _Difference
 
 def describe(differing: Sequence[Finding]) -> list[str]:
     """Findings in words; those of equal kind, ranks and factor in one line, by module."""
-    alike: dict[tuple[Any, ...], list[Finding]] = {}
+    alike = defaultdict(list)
     for finding in differing:
-        key = (finding.quantity, finding.ranks, finding.factor, finding.meaning)
-        alike.setdefault(key, []).append(finding)
+        alike[finding.quantity, finding.ranks, finding.factor, finding.meaning].append(finding)
     lines = []
     for group in alike.values():
-        worst = max(group, key=lambda finding: finding.error)
+        worst = max(group, key=attrgetter("error"))
         names = group[0].name
         if len(group) > 1:
             names += f" and {len(group) - 1} more"

@@ -61,7 +61,6 @@ class Weight(NamedTuple):
 
     place: Place
     digest: str
-    numel: int
     norm: float
     is_constant: bool
 
@@ -370,7 +369,6 @@ def _weight(piece: Piece) -> Weight:
     return Weight(
         piece.place,
         digest(value),
-        value.numel(),
         norm=float(value.norm()),
         # The weight of a norm is the same number everywhere.
         is_constant=bool(value.min() == value.max()),
