@@ -35,8 +35,6 @@ Build: TypeAlias = Callable[..., Any]
 Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 SEED = 1234
 RANDOM_INIT = "data_parallel_random_init"
-# Fields that the configurations of data parallelism and of the optimizer have in common.
-_SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather")
 _DROPOUT = 0.1
 
 
@@ -206,9 +204,8 @@ def _take_steps(
     config = chunks[0].config
     group = state.get_tensor_model_parallel_group()
     computed = Computed(tensor_parallel_ranks=tuple(dist.get_process_group_ranks(group)))
-    ddp_fields = {"grad_reduce_in_fp32": True}
-    ddp_fields |= layout.fields_of(DistributedDataParallelConfig)
-    ddp = DistributedDataParallelConfig(**ddp_fields)
+    ddp_fields = layout.fields_of(DistributedDataParallelConfig)
+    ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **ddp_fields})
     model = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
@@ -223,7 +220,6 @@ def _take_steps(
 
     # With so large an eps Adam's step is linear in the gradient: rounding flips no sign of it.
     settings = {"lr": 1.0, "adam_eps": 1.0, "clip_grad": 1e9, "weight_decay": 0.1}
-    settings |= {name: getattr(ddp, name) for name in _SHARED_FIELDS}
     settings |= layout.fields_of(OptimizerConfig)
     parameters_say([said for name, said in MIXED_PRECISION.items() if name in layout.options])
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
@@ -305,15 +301,13 @@ def _step(
     samples, length = task.shape
     weights_before = {piece.place: piece.value for piece in _pieces(chunks)}
     # Of the last stage: parts of one tensor that has a number for each micro batch.
-    losses: list[Piece] = []
-    tokens: list[Piece] = []
+    sums: dict[str, list[Piece]] = {"loss": [], "tokens": []}
 
-    def run(losses: list[Piece], tokens: list[Piece], forward_only: bool) -> None:
-        # Each chunk of an interleaved pipeline takes the micro batches by itself.
-        micro_batches = [iter(numbers) for _ in model]
+    def run(sums: dict[str, list[Piece]], forward_only: bool) -> None:
         get_forward_backward_func()(
-            forward_step_func=_forward_step(task, layout, chunks[0].config, losses, tokens, state),
-            data_iterator=_of_chunks(micro_batches),
+            forward_step_func=_forward_step(task, layout, chunks[0].config, sums, state),
+            # Each chunk of an interleaved pipeline takes the micro batches by itself.
+            data_iterator=[iter(numbers) for _ in model],
             model=list(model),
             num_microbatches=len(numbers),
             seq_length=length,
@@ -321,10 +315,12 @@ def _step(
             forward_only=forward_only,
         )
 
-    run(losses, tokens, forward_only=False)
-    for part in (*losses, *tokens):
-        # Each cp rank has summed over its own part of a sample.
-        dist.all_reduce(part.value, group=state.get_context_parallel_group())
+    run(sums, forward_only=False)
+    for quantity, parts in sums.items():
+        computed.tensors[step, quantity] = parts
+        for part in parts:
+            # Each cp rank has summed over its own part of a sample.
+            dist.all_reduce(part.value, group=state.get_context_parallel_group())
     with _whole_gradients(model):
         gradients = _gradients(chunks, optimizer)
     _, norm, _ = optimizer.step()
@@ -333,12 +329,10 @@ def _step(
         # megatron-core gathers parameters in the hooks of the next forward pass. Gathered here
         # instead, a hook that gathers nothing would not be seen.
         with torch.no_grad():
-            run([], [], forward_only=True)
+            run({"loss": [], "tokens": []}, forward_only=True)
     updates = [
         piece._replace(value=piece.value - weights_before[piece.place]) for piece in _pieces(chunks)
     ]
-    computed.tensors[step, "loss"] = losses
-    computed.tensors[step, "tokens"] = tokens
     computed.tensors[step, "gradient"] = gradients
     computed.tensors[step, "update"] = updates
     computed.tensors[step, "buffer"] = _pieces(chunks, of_buffers=True)
@@ -463,14 +457,13 @@ def _forward_step(
     task: Task,
     layout: Layout,
     config: Any,
-    losses: list[Piece],
-    tokens: list[Piece],
+    sums: Mapping[str, list[Piece]],
     state: Any,
 ) -> Callable[..., Any]:
     if task.script is not None:
         forward = task.script(config, layout, task.batch)
     else:
-        forward = partial(_forward, task, config, state.get_context_parallel_rank(), layout.cp)
+        forward = partial(_forward, task, state.get_context_parallel_rank(), layout.cp)
 
     def step(numbers: Iterator[int], model: Any) -> tuple[Any, Any]:
         number = next(numbers)
@@ -479,8 +472,8 @@ def _forward_step(
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
             total, count, *_ = loss(output)
             where = ((number, number + 1),)
-            losses.append(Piece("", where, total.detach().clone().view(1)))
-            tokens.append(Piece("", where, count.detach().clone().view(1)))
+            for quantity, value in (("loss", total), ("tokens", count)):
+                sums[quantity].append(Piece("", where, value.detach().clone().view(1)))
             return total, count.to(torch.int), {}
 
         return output, recorded
@@ -488,17 +481,11 @@ def _forward_step(
     return step
 
 
-def _forward(
-    task: Task, config: Any, cp_rank: int, cp_size: int, number: int, model: Any
-) -> tuple[Any, Any]:
+def _forward(task: Task, cp_rank: int, cp_size: int, number: int, model: Any) -> tuple[Any, Any]:
     """The output for this rank's part of a micro batch, and the function of its loss."""
     batch = task.batch[number]
     part = {name: _of_cp_rank(value, cp_rank, cp_size) for name, value in batch.items()}
-    inputs = dict(part)
-    # Only layers that predict further tokens take the mask in the model.
-    if not getattr(config, "mtp_num_layers", None):
-        inputs.pop("loss_mask", None)
-    output = model(**taken(model.module.forward, inputs))
+    output = model(**taken(model.module.forward, part))
     loss = task.loss or masked_sum
     return output, lambda output: loss(output, part)
 
