@@ -178,7 +178,6 @@ def reports(
     """The reports on several layouts, in a process in which megatron-core runs on the CPU."""
     for layout in layouts:
         _check(task, layout)
-        _check_options(layout)
     job = _Job(task, tuple(allow), timeout)
     return [job.report(layout, smallest) for layout in layouts]
 
@@ -192,32 +191,32 @@ def _not_covered() -> tuple[str, ...]:
 
 
 def _check(task: Task, layout: Layout) -> None:
+    """ValueError for what cannot be verified, or is no option of this release."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig
+
     if layout.world_size > MAX_RANKS:
         raise ValueError(
             f"{layout} has {layout.world_size} ranks, and verify runs at most {MAX_RANKS} on one "
             f"machine: make larger dims smaller."
         )
-    # An interleaved pipeline takes as many micro batches at a time as it has stages.
-    divisor = layout.dp * layout.pp if layout.vp else layout.dp
-    dims = "dp x pp" if layout.vp else "dp"
+    dims = "dp"
+    divisor = layout.dp
+    if layout.vp:
+        # An interleaved pipeline takes as many micro batches at a time as it has stages.
+        dims = "dp x pp"
+        divisor *= layout.pp
     if not task.batch or len(task.batch) % divisor:
         raise ValueError(
             f"{layout} needs a multiple of {divisor} micro batches ({dims}), got {len(task.batch)}."
         )
-
-
-def _check_options(layout: Layout) -> None:
-    """ValueError if an option is in none of this release's configurations."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import MLATransformerConfig
-
     configurations = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     option_names = {RANDOM_INIT}.union(*(kind.__dataclass_fields__ for kind in configurations))
+    is_cut = layout.cp > 1 or layout.options.get("sequence_parallel", False)
     for name, value in layout.options.items():
         if name in FULLY_SHARDED and value:
             raise ValueError(f"{name} is not verified: its code needs CUDA.")
-        is_cut = layout.cp > 1 or layout.options.get("sequence_parallel", False)
         if value == "sinkhorn" and is_cut:
             raise ValueError(
                 f"{name}=sinkhorn is not verified under cp or sequence parallelism: each rank "
