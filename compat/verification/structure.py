@@ -43,7 +43,7 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     members_in_job = _members(job, has_experts, order)
     candidates = []
     groups = getattr(args, "num_query_groups", None) or job["tp"]
-    for sizes in _candidates(job, keep, has_experts, groups):
+    for sizes in _candidates(job, keep, groups):
         try:
             members = _members(sizes, has_experts, order)
         except (AssertionError, RuntimeError):  # as Megatron refuses sizes
@@ -96,13 +96,6 @@ def job_sizes(args: Any) -> dict[str, int]:
     # etp is tp unless given.
     if not getattr(args, SIZES["etp"], None):
         sizes["etp"] = sizes["tp"]
-    # Without experts nobody uses the expert groups.
-    if args.num_experts is None:
-        sizes["ep"] = 1
-        sizes["etp"] = sizes["tp"]
-        # With dp after pp, megatron-core asks for equal data-parallel sizes even so.
-        if getattr(args, "use_tp_pp_dp_mapping", False):
-            sizes["etp"] = sizes["tp"] * sizes["cp"]
     return sizes
 
 
@@ -111,7 +104,7 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 
 
 def _candidates(
-    job: Mapping[str, int], keep: Iterable[str], has_experts: bool, query_groups: int
+    job: Mapping[str, int], keep: Iterable[str], query_groups: int
 ) -> Iterator[dict[str, int]]:
     """Smaller layouts on at most 16 ranks, of which Megatron may refuse some."""
     choices = {}
@@ -123,8 +116,8 @@ def _candidates(
         choices["tp"] = [size for size in choices["tp"] if size % 2 == 0]
     choices |= {name: [job[name]] for name in keep}
     splits_experts_alike = job["etp"] == job["tp"]
-    if splits_experts_alike or not has_experts:
-        choices["etp"] = [1]  # follows from other sizes
+    if splits_experts_alike:
+        choices["etp"] = [1]  # follows from tp
     for values in product(*choices.values()):
         sizes = dict(zip(choices, values, strict=True))
         if _ranks(sizes) > MAX_RANKS:
@@ -133,8 +126,6 @@ def _candidates(
             sizes["vp"] = 1
         if splits_experts_alike:
             sizes["etp"] = sizes["tp"]
-        elif not has_experts:
-            sizes["etp"] = sizes["tp"] * sizes["cp"]
         yield sizes
 
 
