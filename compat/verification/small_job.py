@@ -258,23 +258,22 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         value = getattr(args.config, field.name)
         if value in (None, field.default) or matches(field.name, SHAPE):
             continue
-        is_plain = isinstance(value, bool | int | float | str)
+        is_plain = isinstance(value, int | float | str)
         is_function = field.name in ("activation_func", "window_attn_skip_freq")
         # The fused loss that is not Transformer Engine's has collectives of its own.
         is_fused_loss = field.name == "cross_entropy_loss_fusion" and (
             args.cross_entropy_fusion_impl == "native"
         )
+        is_left_out = value == "flex" or matches(field.name, _LEFT_OUT)
         if field.name == "window_size":
             options[field.name] = (4, 0)
         elif field.name in _AT_MOST:
             options[field.name] = min(value, _AT_MOST[field.name])
         elif field.name == "moe_layer_freq" and not is_plain:
             continue  # a pattern: the small model has the part of it that its layers need
-        elif value == "flex":
-            left_out.append(f"{field.name}={value}")
         elif matches(field.name, _HOW) and not is_function and not is_fused_loss:
             continue
-        elif is_function or (is_plain and not matches(field.name, _LEFT_OUT)):
+        elif is_function or (is_plain and not is_left_out):
             options[field.name] = value
         elif value:
             left_out.append(f"{field.name}={value}")
@@ -283,12 +282,9 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         if args.q_lora_rank is None:
             options["q_lora_rank"] = None
     for name, field_name in FIELD_OF.items():
-        value = getattr(args, name, None)
-        if value is True:
+        if getattr(args, name, None) is True:
             options[field_name] = True
-        elif name == "ddp_bucket_size" and value:
-            options[field_name] = _BUCKET_SIZE
-    if options.get("overlap_grad_reduce"):
+    if getattr(args, "ddp_bucket_size", None) or options.get("overlap_grad_reduce"):
         options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":
         left_out.append(f"optimizer={args.optimizer}")
