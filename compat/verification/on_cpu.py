@@ -104,12 +104,15 @@ def _not_nccl(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(exchange)
+
     @functools.wraps(exchange)
     def exchanged(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
         for name in ("output_split_sizes", "input_split_sizes"):
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = kwargs[name].tolist()
-        return exchange(*args, **kwargs)
+            if isinstance(arguments.get(name), torch.Tensor):
+                arguments[name] = arguments[name].tolist()
+        return exchange(**arguments)
 
     return exchanged
 
@@ -141,11 +144,12 @@ def parameters_say(types: list[str]) -> None:
 def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def answer(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None and _said_types and isinstance(self, torch.nn.Parameter):
+        if dtype is not None:
+            return type_of(self, dtype, *args, **kwargs)
+        if _said_types and isinstance(self, torch.nn.Parameter):
             return _said_types[0]
-        if dtype is None:
-            return "torch.cuda." + type_of(self).rsplit(".", 1)[-1]
-        return type_of(self, dtype, *args, **kwargs)
+        _, _, kind = type_of(self).rpartition(".")
+        return f"torch.cuda.{kind}"
 
     return answer
 
