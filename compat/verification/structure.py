@@ -49,8 +49,6 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
         except (AssertionError, RuntimeError):  # as Megatron refuses sizes
             continue
         lost = _lost(members_in_job, members)
-        if job["pp"] >= _MANY > sizes["pp"]:
-            lost[_NO_MIDDLE].append("pp")
         # The fewest of the worst losses, then of equal sizes; the fewest ranks; the least ep.
         equal = len(equal_sizes(job, sizes, DIMS_TOLD_APART))
         distance = (*map(len, lost.values()), equal, _ranks(sizes), sizes["ep"])
@@ -162,6 +160,8 @@ def _lost(job: Mapping[str, int], small: Mapping[str, int]) -> dict[str, list[st
     lost: dict[str, list[str]] = {loss: [] for loss in _LOSSES}
     for name, size in job.items():
         small_size = small.get(name, 1)
+        if name == "pp" and small_size < _MANY <= size:
+            lost[_NO_MIDDLE].append(name)
         if small_size == 1 < size:
             lost[_ALONE].append(name)
         elif size < min(small_size, _MANY):
