@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -355,12 +356,12 @@ class _Job:
 
         Each call site is left out on one of its ranks; where nothing differs, on another one.
         """
-        ranks_of: dict[str, list[int]] = {}
+        ranks_of = defaultdict(list)
         one_way: set[str] = set()
         for rank, computed in enumerate(ranks):
             one_way |= computed.one_way
             for site in {call.site for call in computed.calls}:
-                ranks_of.setdefault(site, []).append(rank)
+                ranks_of[site].append(rank)
         if seconds:
             say(f"{layout} agrees: are lost results of {len(ranks_of)} collectives seen?")
         end = time.monotonic() + seconds
