@@ -117,9 +117,9 @@ def small_job(
         "position_embedding_type": args.position_embedding_type,
         "rotary_percent": args.rotary_percent,
         "rotary_base": args.rotary_base,
-        "rope_scaling": getattr(args, "use_rope_scaling", False),
-        "rope_scaling_factor": getattr(args, "rope_scaling_factor", 8.0),
-        "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
+        "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
     }
     build = partial(small_gpt, seq_length=length, vocab=vocab, sizes=sizes, model=model)
     dims = {name: getattr(layout, name) for name in DIMS_TOLD_APART}
@@ -139,8 +139,12 @@ def small_job(
     top_k = args.config.moe_router_topk if args.config.num_moe_experts else 1
     of_job = {**job_sizes(args), _TOP_K: top_k}
     of_job[_DEPTH] = args.config.num_layers // of_job["pp"]
-    of_small = {**dims, _DEPTH: sizes["num_layers"] // layout.pp}
-    of_small |= {INSTANCES: options.get(INSTANCES, 1), _TOP_K: top_k}
+    of_small = {
+        **dims,
+        _DEPTH: sizes["num_layers"] // layout.pp,
+        INSTANCES: options.get(INSTANCES, 1),
+        _TOP_K: top_k,
+    }
     equal = equal_sizes(of_job, of_small, of_small)
     if equal:
         changed.append(

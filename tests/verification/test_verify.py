@@ -459,6 +459,8 @@ def _small_job_of_experts(topk=2, **more):
     args = {"num_experts": 8, "world_size": 8, "optimizer": "adam"}
     args |= {"pipeline_model_parallel_size": 4, "untie_embeddings_and_output_weights": True}
     args |= {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000}
+    args |= {"use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    args["rotary_seq_len_interpolation_factor"] = None
     args |= more
 
     def made_small():
@@ -521,6 +523,9 @@ def validate_args(args):
     args.position_embedding_type = "rope"
     args.rotary_percent = 1.0
     args.rotary_base = 10000
+    args.use_rope_scaling = False
+    args.rope_scaling_factor = 8.0
+    args.rotary_seq_len_interpolation_factor = None
 
 def core_transformer_config_from_args(args):
     return TransformerConfig(
