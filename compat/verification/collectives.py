@@ -70,6 +70,7 @@ def expect_backward(name: str, output: torch.Tensor) -> None:
     """Record that a function ran forward, and that its backward pass runs when it does."""
     record = _watches[0]
     node = output.grad_fn
+    # Without one nothing is differentiated: a forward pass alone.
     if node is not None:
         record.forward.add(name)
         node.register_hook(lambda *_: record.backward.add(name))
@@ -88,6 +89,7 @@ def call_site(frame: FrameType | None) -> str:
     file_name = frame.f_code.co_filename
     line = frame.f_lineno
     code = frame.f_code
+    # Many sites share the helper, and few its caller.
     if frame.f_back is not None and frame.f_back.f_code.co_filename == file_name:
         code = frame.f_back.f_code
     qualified_name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
@@ -124,6 +126,7 @@ def watch_collectives() -> None:
     """Replace torch's collectives, also where megatron has imported them by name."""
     distributed: Any = torch.distributed
     importers: list[Any] = [distributed]
+    # Who imported a collective by name calls the original for ever.
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "megatron" and module is not None:
             importers.append(module)
@@ -200,10 +203,12 @@ def _own_results(
 
     Of a larger input it is the rank's own part, as of a scatter; a smaller one is repeated.
     """
+    # A copy: the outputs are overwritten meanwhile, and may be the inputs.
     values = torch.cat([part.detach().flatten() for part in inputs])
     own = []
     for output in outputs:
-        places = torch.arange(output.numel()) + torch.distributed.get_rank(group) * output.numel()
+        first = torch.distributed.get_rank(group) * output.numel()
+        places = torch.arange(first, first + output.numel())
         part = torch.zeros_like(output)
         if values.numel():
             part = values[places % values.numel()].view(output.shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import hypot, isclose, isfinite
 from operator import attrgetter
 from statistics import median
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compat.verification.layout import matches
 from compat.verification.step import (
     EVEN_NORM,
     GRADIENT,
@@ -68,8 +68,7 @@ class Finding:
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns of ``--allow`` is for this finding."""
-        text = f"{self.quantity} {self.name}".strip()
-        return any(fnmatchcase(text, pattern) for pattern in patterns)
+        return matches(f"{self.quantity} {self.name}".strip(), patterns)
 
 
 class _Difference(NamedTuple):
@@ -91,8 +90,9 @@ class Reference:
         self.least_size: dict[Kind, float] = {}
         for kind, pieces in computed.tensors.items():
             tensors = whole_tensors(pieces)
+            norm_of_all = hypot(*map(torch.norm, tensors.values()))
             self.whole[kind] = tensors
-            self.least_size[kind] = _SMALL * hypot(*map(torch.norm, tensors.values()))
+            self.least_size[kind] = _SMALL * norm_of_all
         self.errors: dict[tuple[Kind, str], float] = {}
         for other in repeated:
             for kind, pieces in other.tensors.items():
@@ -100,15 +100,18 @@ class Reference:
                     key = (kind, piece.name)
                     difference = self.difference(kind, piece, self.whole[kind])
                     self.errors[key] = max(difference.error, self.errors.get(key, 0.0))
-        # Rounding does not touch the number of tokens, nor what a step leaves as it is.
-        self.tolerance = _MARGIN * median(error for error in self.errors.values() if error > 0)
+        # Rounding does not touch the number of tokens, nor what a step leaves as it is: their limit
+        # is that of the other quantities.
+        errors_of_rounding = [error for error in self.errors.values() if error > 0]
+        self.tolerance = _MARGIN * median(errors_of_rounding)
 
     def noise(self) -> str:
         """A quantity whose limit is above the noise floor, in words; "" if none is."""
         for (kind, name), error in self.errors.items():
+            is_noise = self.limit(kind, name) > _NOISE_FLOOR
             # A gradient that is 0 by mathematics has nothing but rounding: a bias of keys, which
             # adds the same to all scores of a query.
-            if self.limit(kind, name) > _NOISE_FLOOR and not self._is_zero(kind, name):
+            if is_noise and not self._is_zero(kind, name):
                 _, quantity = kind
                 return f"the {quantity} of {name or 'a micro batch'} changes by {error:.2g}"
         return ""
@@ -138,14 +141,18 @@ class Reference:
         right_value = right[piece.name][piece.slices].double()
         size = float(right_value.norm())
         distance = float((value - right_value).norm())
-        error = distance / max(size, self.least_size[kind], _TINY)
+        # A difference from nothing is measured by all tensors of this kind.
+        scale = max(size, self.least_size[kind], _TINY)
+        error = distance / scale
         if not isfinite(error):
             return _Difference(float("inf"))
         if size <= self.least_size[kind]:
             return _Difference(error)
+        # The projection on the right value, and what is left beside it.
         factor = float((value * right_value).sum()) / size**2
         remainder = float((value - factor * right_value).norm())
-        if remainder > _SAME_FACTOR * abs(factor) * size:
+        size_by_factor = abs(factor) * size
+        if remainder > _SAME_FACTOR * size_by_factor:
             return _Difference(error)
         return _Difference(error, factor)
 
@@ -233,6 +240,7 @@ def _with_several_values(
         values_of[key].add(value)
         ranks_of[key].add(rank)
     ranks_of_name: dict[str, set[int]] = defaultdict(set)
+    # One finding for a name, however many of its parts differ.
     for key, ranks in ranks_of.items():
         if len(values_of[key]) > 1:
             ranks_of_name[key[0]] |= ranks
@@ -248,8 +256,9 @@ def _spreads_that_differ(reference: Reference, ranks: Sequence[Computed]) -> Ite
         weights.extend(computed.own_initial)
     for name, size in _whole_norms(weights).items():
         right_size = right_sizes[name]
-        error = _SPREAD / reference.initial[name].numel() ** 0.5
-        if abs(size - right_size) > error * right_size:
+        numel = reference.initial[name].numel()
+        error_by_chance = _SPREAD / numel**0.5
+        if abs(size - right_size) > error_by_chance * right_size:
             meaning = "is not 0, as on one rank"
             if right_size:
                 meaning = f"has {size / right_size:.2g} times the standard deviation of one rank's"
@@ -272,6 +281,7 @@ def recomputed_gradients_that_differ(
 
     It adds the parts of a gradient in another order, so the last bits may differ.
     """
+    # One rank draws other dropout: only ranks of the same layout can be compared.
     kept = []
     for computed in keeping:
         kept.extend(computed.tensors[GRADIENT])
@@ -290,6 +300,7 @@ def _norms(step: int, reference: Reference, ranks: Sequence[Computed]) -> Iterat
         norm_of_part: dict[Place, float] = {}
         for computed in ranks:
             _, norms = computed.norms[kind]
+            # Replicas have the same part, which counts once.
             norm_of_part |= norms
         right_norm = max(hypot(*norm_of_part.values()), _TINY)
         differences = []
@@ -324,6 +335,7 @@ def _tensors(
         yield _finding(kind, name, differences)
     all_ranks = tuple(range(len(ranks)))
     step, quantity = kind
+    # A layout that lacks a layer has nothing that differs.
     for name in right.keys() - held_names:
         yield Finding(quantity, name, all_ranks, 1.0, 0.0, "is on no rank", step)
 

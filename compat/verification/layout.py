@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 # Our short name of each dim: megatron-core's argument.
@@ -25,18 +26,28 @@ LOSS_PER_TOKEN = "calculate_per_token_loss"
 MIXED_PRECISION = {"bf16": "torch.cuda.BFloat16Tensor", "fp16": "torch.cuda.HalfTensor"}
 INSTANCES = "num_distributed_optimizer_instances"
 RECOMPUTATION = (
-    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
     "distribute_saved_activations",
 )
 # How several ranks work together, and not what they compute.
 OF_SEVERAL = (
     *_OF_TP,
-    *("use_distributed_optimizer", INSTANCES),
-    *("overlap_grad_reduce", "overlap_param_gather", "data_parallel_random_init"),
-    *("average_in_collective", "bucket_size", "moe_token_dispatcher_type"),
-    *("moe_shared_expert_overlap", "cross_entropy_loss_fusion", *MIXED_PRECISION),
+    "use_distributed_optimizer",
+    INSTANCES,
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "data_parallel_random_init",
+    "average_in_collective",
+    "bucket_size",
+    "moe_token_dispatcher_type",
+    "moe_shared_expert_overlap",
+    "cross_entropy_loss_fusion",
+    *MIXED_PRECISION,
     *RECOMPUTATION,
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
 )
 
 
@@ -81,6 +92,7 @@ class Layout:
                 raise ValueError(f"{name} must be a positive integer, got {size!r}, in {self}.")
         if self.vp is not None and self.pp == 1:
             raise ValueError(f"vp={self.vp} needs a pipeline of several ranks, in {self}.")
+        # The ranks of a stage are divided once more, by experts.
         stage_size = self.tp * self.cp * self.dp
         per_expert = self.ep * (self.etp or self.tp)
         if stage_size % per_expert:
@@ -98,6 +110,7 @@ class Layout:
             words.append(name if value is True else f"{name}={_text(value)}")
         return " ".join(words) or "one rank"
 
+    # Options are a mapping, which has no hash.
     def __hash__(self) -> int:
         return hash(str(self))
 
@@ -151,11 +164,17 @@ class Layout:
         for name, change in changes.items():
             try:
                 layout = replace(self, **change)
-            except ValueError:  # such a layout does not exist
+            except ValueError:
+                # Such a layout does not exist: experts, say, that fewer ranks do not divide.
                 continue
             if layout.tp == 1:
                 layout = layout.without(*_OF_TP)
             yield name, layout
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is one of ``patterns``, which may have asterisks."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _text(value: Any) -> Any:

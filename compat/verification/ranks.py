@@ -35,8 +35,13 @@ MAX_RANKS = 16
 _WEEK = 604_800.0  # seconds
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _IMPORTED = (
-    *("distributed", "optimizer", "pipeline_parallel", "dist_checkpointing"),
-    *("models.gpt", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer"),
+    "distributed",
+    "optimizer",
+    "pipeline_parallel",
+    "dist_checkpointing",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "transformer.moe.moe_layer",
 )
 # What a process sends to its parent.
 _TEXT = "text"  # of ``say``

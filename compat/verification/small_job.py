@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from compat.verification.arguments import BY_HAND
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
-from compat.verification.layout import INSTANCES, LOSS_PER_TOKEN, MIXED_PRECISION, SIZES, Layout
+from compat.verification.layout import (
+    INSTANCES,
+    LOSS_PER_TOKEN,
+    MIXED_PRECISION,
+    SIZES,
+    Layout,
+    matches,
+)
 from compat.verification.script import Script
 from compat.verification.step import Task
 from compat.verification.structure import (
@@ -31,35 +38,87 @@ _DEPTH = "layers of a stage"
 _TOP_K = "top-k of the router"
 # Fields of TransformerConfig that the small model sets itself.
 SHAPE = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("*ffn_hidden_size", "num_moe_experts", "moe_shared_expert_intermediate_size"),
-    *("num_layers_in_*_pipeline_stage", "seq_length", *SIZES.values()),
-    *("microbatch_group_size_per_vp_stage", "*_num_weight_shards", "multi_latent_attention"),
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "*ffn_hidden_size",
+    "num_moe_experts",
+    "moe_shared_expert_intermediate_size",
+    "num_layers_in_*_pipeline_stage",
+    "seq_length",
+    *SIZES.values(),
+    "microbatch_group_size_per_vp_stage",
+    "*_num_weight_shards",
+    "multi_latent_attention",
 )
 # Fields that change how fast something is computed, or how precisely, and not what.
 _HOW = (
-    *("*_dtype", "bf16", "fp16", "fp4*", "fp8*", "*init_method*", "perform_initialization"),
-    *("*fusion*", "persist_layer_norm", "transformer_impl", "*cuda*", "attention_backend"),
-    *("tp_comm_*", "*p2p*", "deallocate_*", "*offload*"),
-    *("inference_*", "config_logger_dir", "*_func", "symmetric_ar_type", "use_te_*", "timers"),
-    *("moe_grouped_gemm", "moe_enable_deepep", "cp_comm_type"),
-    *("memory_efficient_layer_norm", "barrier_with_L1_time", "use_ring_exchange_p2p"),
-    *("moe_*_backend", "moe_flex*", "moe_deepep*", "moe_hybridep*", "variable_seq_lengths"),
-    *("external_cuda_graph", "flash_decode", "batch_invariant_mode", "disable_parameter_*"),
-    *("enable_autocast", "use_kitchen*", "*_sync_func"),
-    *("attention_softmax_in_fp32", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+    "*_dtype",
+    "bf16",
+    "fp16",
+    "fp4*",
+    "fp8*",
+    "*init_method*",
+    "perform_initialization",
+    "*fusion*",
+    "persist_layer_norm",
+    "transformer_impl",
+    "*cuda*",
+    "attention_backend",
+    "tp_comm_*",
+    "*p2p*",
+    "deallocate_*",
+    "*offload*",
+    "inference_*",
+    "config_logger_dir",
+    "*_func",
+    "symmetric_ar_type",
+    "use_te_*",
+    "timers",
+    "moe_grouped_gemm",
+    "moe_enable_deepep",
+    "cp_comm_type",
+    "memory_efficient_layer_norm",
+    "barrier_with_L1_time",
+    "use_ring_exchange_p2p",
+    "moe_*_backend",
+    "moe_flex*",
+    "moe_deepep*",
+    "moe_hybridep*",
+    "variable_seq_lengths",
+    "external_cuda_graph",
+    "flash_decode",
+    "batch_invariant_mode",
+    "disable_parameter_*",
+    "enable_autocast",
+    "use_kitchen*",
+    "*_sync_func",
+    "attention_softmax_in_fp32",
+    "defer_embedding_wgrad_compute",
+    "wgrad_deferral_limit",
     "delay_wgrad_compute",
 )
 # Fields that a small model on a CPU leaves out though they change the result.
 _LEFT_OUT = (
-    *("*dropout*", "*capacity_factor*", "moe_pad_expert*", "hetero*", "mamba_*"),
-    *("experimental_attention*", "linear_*", "pipeline_model_parallel_layout"),
+    "*dropout*",
+    "*capacity_factor*",
+    "moe_pad_expert*",
+    "hetero*",
+    "mamba_*",
+    "experimental_attention*",
+    "linear_*",
+    "pipeline_model_parallel_layout",
     "moe_router_dtype",
 )
 # Arguments that set fields of DistributedDataParallelConfig, or how the job starts.
 _SAME_NAME = (
-    *("data_parallel_random_init", "overlap_grad_reduce", "overlap_param_gather"),
-    *("use_distributed_optimizer", *MIXED_PRECISION),
+    "data_parallel_random_init",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_distributed_optimizer",
+    *MIXED_PRECISION,
 )
 FIELD_OF = {
     **{name: name for name in _SAME_NAME},
@@ -68,11 +127,6 @@ FIELD_OF = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-# The embedding on the first stage, or the loss on the last, counts as a layer.
-_IN_PLACE_OF_LAYERS = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 _OF_HYBRID_MODELS = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _BUCKET_SIZE = 10_000  # parameters: several buckets for each small chunk
 # Sizes that are smaller in the small model, if the job has them.
@@ -161,10 +215,7 @@ def small_job(
 
 def _unlike(least: int, sizes: Iterable[int], step: int = 1) -> int:
     """The first of ``least``, ``least + step`` ... that none of the ``sizes`` is."""
-    size = least
-    while size in sizes:
-        size += step
-    return size
+    return next(size for size in count(least, step) if size not in sizes)
 
 
 def _length(layout: Layout) -> int:
@@ -191,9 +242,10 @@ def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
     if layout.vp:
         chunks = config.pipeline_model_parallel_size * config.virtual_pipeline_model_parallel_size
         num_layers = layout.pp * layout.vp * min(2, max(1, config.num_layers // chunks))
-    for name in _IN_PLACE_OF_LAYERS:
-        if layout.pp > 1 and getattr(config, name, False):
-            num_layers -= 1
+    if layout.pp > 1:
+        # The embedding on the first stage, or the loss on the last, counts as a layer.
+        num_layers -= config.account_for_embedding_in_pipeline_split
+        num_layers -= config.account_for_loss_in_pipeline_split
     return {
         "num_layers": num_layers,
         "hidden_size": heads * _HEAD,
@@ -245,11 +297,6 @@ def _split_pipeline_unevenly(
         if layout.vp or layout.pp > 2 or sizes["num_layers"] % 2 == 0:
             options[name] = chunks
             sizes["num_layers"] -= chunks
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name is one of ``patterns``, which may have asterisks."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, Any]:

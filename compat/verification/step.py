@@ -197,13 +197,16 @@ def _take_steps(
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    left_out = variant.left_out if variant.leaving_out == dist.get_rank() else ""
+    left_out = ""
+    if variant.leaving_out == dist.get_rank():
+        left_out = variant.left_out
     watched = watch(left_out)
     _seed(layout, state)
     chunks = _build(task, layout, state)
     config = chunks[0].config
-    group = state.get_tensor_model_parallel_group()
-    computed = Computed(tensor_parallel_ranks=tuple(dist.get_process_group_ranks(group)))
+    tensor_parallel_group = state.get_tensor_model_parallel_group()
+    tensor_parallel_ranks = dist.get_process_group_ranks(tensor_parallel_group)
+    computed = Computed(tensor_parallel_ranks=tuple(tensor_parallel_ranks))
     ddp_fields = layout.fields_of(DistributedDataParallelConfig)
     ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **ddp_fields})
     model = [
@@ -220,9 +223,10 @@ def _take_steps(
 
     # With so large an eps Adam's step is linear in the gradient: rounding flips no sign of it.
     settings = {"lr": 1.0, "adam_eps": 1.0, "clip_grad": 1e9, "weight_decay": 0.1}
-    settings |= layout.fields_of(OptimizerConfig)
+    optimizer_config = OptimizerConfig(**{**settings, **layout.fields_of(OptimizerConfig)})
+    # The data stays float32: the copies that the optimizer makes are what is verified.
     parameters_say([said for name, said in MIXED_PRECISION.items() if name in layout.options])
-    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
+    optimizer = get_megatron_optimizer(optimizer_config, model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if ddp.overlap_grad_reduce:
@@ -232,18 +236,20 @@ def _take_steps(
     if ddp.overlap_param_gather and layout.vp:
         config.param_sync_func = _of_chunks([chunk.start_param_sync for chunk in model])
 
-    # Each data-parallel rank takes whole micro batches, in turn.
-    numbers = list(range(state.get_data_parallel_rank(), len(task.batch), layout.dp))
+    # Each data-parallel rank takes whole micro batches, in turn: of 8 on 2 ranks 0 2 4 6, 1 3 5 7.
+    first = state.get_data_parallel_rank()
+    numbers = list(range(first, len(task.batch), layout.dp))
     if variant.backwards:
         numbers.reverse()
     for step in range(1, variant.steps + 1):
         if step > 1:
-            # The first step leaves gradients as they are, to compare the norm.
+            # The first step leaves gradients as they are, to compare the norm; this one clips them.
             norm, _ = computed.norms[1, NORM]
             for part in getattr(optimizer, "chained_optimizers", [optimizer]):
                 part.config.clip_grad = norm / 2
         with _recorded_draws(computed.draws):
             _step(step, task, layout, computed, chunks, model, optimizer, numbers, state)
+        # Of one step: where an option is left out to compare them, no more are run.
         if step == 1:
             computed.calls = watched.calls.copy()
     if variant.steps > 1:
@@ -372,6 +378,7 @@ def _weight(piece: Piece) -> Weight:
 def _gradients(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
     """Copies of all gradients, as the optimizer takes them: without the scale of the loss."""
     weights: dict[Any, torch.Tensor] = {}
+    # In the place of the weight, a gradient gets its name and its part of the whole tensor.
     for parameter in _parameters(chunks):
         weights.setdefault(parameter, parameter.data)  # chunks may share it
         # Where megatron-core's data parallelism keeps it; NaN without any.
@@ -437,8 +444,11 @@ def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
     """The chunks of this rank's stage."""
     from megatron.core.enums import ModelType
 
+    stages: Sequence[int | None] = [None]  # the one stage of a rank has no number
+    if layout.vp:
+        stages = range(layout.vp)
     chunks = []
-    for stage in range(layout.vp) if layout.vp else [None]:
+    for stage in stages:
         chunk = task.build(
             layout,
             pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -447,6 +457,7 @@ def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
         )
         if not hasattr(chunk, "config"):
             raise TypeError(f"build() must give a model of megatron-core, got {chunk!r:.80}")
+        # Schedules ask for it; Megatron's training sets it, and a model of the user's may lack it.
         if getattr(chunk, "model_type", None) is None:
             chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk)
@@ -470,6 +481,7 @@ def _forward_step(
         output, loss = forward(number, model)
 
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
+            # Megatron's own gives what is logged, too.
             total, count, *_ = loss(output)
             where = ((number, number + 1),)
             for quantity, value in (("loss", total), ("tokens", count)):
@@ -522,8 +534,10 @@ def _whole_gradients(model: Iterable[Any]) -> Iterator[None]:
             for bucket in buckets.buckets:
                 gradients = bucket.grad_data.clone()
                 partial_gradients.append((bucket.grad_data, gradients))
+                # Each rank has reduced the part that its place in the group says.
                 parts = list(bucket.grad_data.chunk(group.size()))
-                dist.all_gather(parts, gradients.chunk(group.size())[group.rank()], group=group)
+                own_part = gradients.chunk(group.size())[group.rank()]
+                dist.all_gather(parts, own_part, group=group)
     try:
         yield
     finally:
@@ -549,7 +563,9 @@ def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
 def _shards(chunk: Any, of_buffers: bool = False) -> Iterator[Piece]:
     """Views of the chunk's parameters, or buffers, with their places in whole tensors."""
     tensors = chunk.buffers() if of_buffers else chunk.parameters()
+    # A state dict has other entries too, such as what layers save beside their weights.
     storages = set(map(_storage, tensors))
+    # Each layer under its own number: layers need not be alike.
     state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     yield from _walk(state, storages)
 

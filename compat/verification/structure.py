@@ -50,14 +50,21 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
             continue
         lost = _lost(members_in_job, members)
         # The fewest of the worst losses, then of equal sizes; the fewest ranks; the least ep.
-        equal = len(equal_sizes(job, sizes, DIMS_TOLD_APART))
-        distance = (*map(len, lost.values()), equal, _ranks(sizes), sizes["ep"])
+        distance = [
+            *map(len, lost.values()),
+            len(equal_sizes(job, sizes, DIMS_TOLD_APART)),
+            _ranks(sizes),
+            sizes["ep"],
+        ]
         candidates.append((distance, sizes, lost))
     if not candidates:
         raise ValueError(f"with {' '.join(keep)} kept, no layout has at most {MAX_RANKS} ranks.")
     _, sizes, lost = min(candidates, key=itemgetter(0))
 
-    cut = [f"{name} {job[name]} -> {size}" for name, size in sizes.items() if job[name] != size]
+    cut = []
+    for name, size in sizes.items():
+        if job[name] != size:
+            cut.append(f"{name} {job[name]} -> {size}")
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
         for loss, names in lost.items():
@@ -82,15 +89,20 @@ def equal_sizes(
     """The pairs of names, "cp and dp", that have one size in the small job alone."""
     equal = []
     for first, second in combinations(names, 2):
-        if small[first] == small[second] > 1 and job[first] != job[second]:
+        # A size of 1 is of a dim that nobody splits: its code does not run.
+        are_equal = small[first] == small[second] > 1
+        if are_equal and job[first] != job[second]:
             equal.append(f"{first} and {second}")
     return equal
 
 
 def job_sizes(args: Any) -> dict[str, int]:
-    sizes = {short: getattr(args, name, None) or 1 for short, name in SIZES.items()}
-    sizes["dp"] = args.world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
-    sizes[INSTANCES] = getattr(args, INSTANCES, None) or 1
+    """The sizes of Megatron's arguments, which are None or absent where nothing was asked for."""
+    names = {**SIZES, INSTANCES: INSTANCES}
+    sizes = {short: getattr(args, name, None) or 1 for short, name in names.items()}
+    # The rest of the world is data-parallel.
+    model_size = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    sizes["dp"] = args.world_size // model_size
     # etp is tp unless given.
     if not getattr(args, SIZES["etp"], None):
         sizes["etp"] = sizes["tp"]
@@ -116,6 +128,7 @@ def _candidates(
     splits_experts_alike = job["etp"] == job["tp"]
     if splits_experts_alike:
         choices["etp"] = [1]  # follows from tp
+    # Most of them need more ranks than this machine gets.
     for values in product(*choices.values()):
         sizes = dict(zip(choices, values, strict=True))
         if _ranks(sizes) > MAX_RANKS:
@@ -143,8 +156,12 @@ def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[st
     for row, ranks in PlannedRows(request).plan.groups_of(0):
         is_expert = row.layout.startswith("expert")
         # The groups of the pipeline's ends have the same dims as the pipeline.
-        if row.pick != "all" or (is_expert and not has_experts):
+        is_of_ends = row.pick != "all"
+        # Without experts these groups exist, and nobody uses them.
+        is_unused = is_expert and not has_experts
+        if is_of_ends or is_unused:
             continue
+        # A dim of some releases, whose size is 1 here.
         dim_names = [dim for dim in row.dims if dim != "gtp_remat"]
         if is_expert:
             dim_names.insert(0, "expert")

@@ -621,7 +621,7 @@ def test_each_flag_of_the_line_is_verified_or_replaced_or_not_verified(checkout)
     ]
     # Nothing is distributed over one data-parallel rank.
     assert "use_distributed_optimizer: no collective was seen to run for it" in str(report)
-    with pytest.raises(ValueError, match="--use-torch-fsdp2 is not verified: its code needs CUDA"):
+    with pytest.raises(ValueError, match="use_torch_fsdp2 is not verified: its code needs CUDA"):
         verify_line("", ["--use-torch-fsdp2"], 2, checkout)
 
 
