@@ -302,14 +302,16 @@ def _norms(step: int, reference: Reference, ranks: Sequence[Computed]) -> Iterat
             _, norms = computed.norms[kind]
             # Replicas have the same part, which counts once.
             norm_of_part |= norms
-        right_norm = max(hypot(*norm_of_part.values()), _TINY)
+        right_norm = hypot(*norm_of_part.values())
+        # Where all gradients are 0, the right norm is 0 too.
+        scale = max(right_norm, _TINY)
         differences = []
         for rank, computed in enumerate(ranks):
             norm, _ = computed.norms[kind]
-            error = abs(norm - right_norm) / right_norm
+            error = abs(norm - right_norm) / scale
             # An error that is no number is above any limit.
             if not error <= reference.tolerance:
-                differences.append((rank, _Difference(error, norm / right_norm)))
+                differences.append((rank, _Difference(error, norm / scale)))
         if differences:
             yield _finding(kind, "", differences)
 
