@@ -98,11 +98,11 @@ def equal_sizes(
 
 def job_sizes(args: Any) -> dict[str, int]:
     """The sizes of Megatron's arguments, which are None or absent where nothing was asked for."""
-    names = {**SIZES, INSTANCES: INSTANCES}
-    sizes = {short: getattr(args, name, None) or 1 for short, name in names.items()}
+    sizes = {short: getattr(args, name, None) or 1 for short, name in SIZES.items()}
     # The rest of the world is data-parallel.
     model_size = sizes["tp"] * sizes["cp"] * sizes["pp"]
     sizes["dp"] = args.world_size // model_size
+    sizes[INSTANCES] = getattr(args, INSTANCES, None) or 1
     # etp is tp unless given.
     if not getattr(args, SIZES["etp"], None):
         sizes["etp"] = sizes["tp"]
