@@ -63,7 +63,8 @@ def parse(words: Sequence[str], world_size: int) -> tuple[Any, argparse.Argument
         parsed = arguments.parse_args(extra_args_provider=keep_parser)
     for name in FULLY_SHARDED:
         if getattr(parsed, name, False):
-            raise ValueError(f"{name} is not verified: its code needs CUDA.")
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is not verified: its code needs CUDA.")
     for name in INSTEAD.keys() & vars(parsed).keys():
         setattr(parsed, name, INSTEAD[name])
     return parsed, parsers[0]
