@@ -121,9 +121,9 @@ def _of_any_sizes(gather: Callable[..., Any]) -> Callable[..., Any]:
     """Gather parts of unequal sizes, as NCCL does and gloo does not."""
 
     @functools.wraps(gather)
-    def gathered(parts: Any, part: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+    def gathered(parts: Any, part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         if len({place.shape for place in parts}) == 1:
-            return gather(parts, part, group=group, **kwargs)
+            return gather(parts, part, group=group, async_op=async_op)
         for rank, place in enumerate(parts):
             if rank == torch.distributed.get_rank(group):
                 place.copy_(part)

@@ -504,7 +504,9 @@ def _forward(task: Task, cp_rank: int, cp_size: int, number: int, model: Any) ->
 
 def masked_sum(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of losses of shape (samples, length) where ``loss_mask`` is 1, and how many."""
-    mask = batch.get("loss_mask", torch.ones_like(output))
+    mask = batch.get("loss_mask")
+    if mask is None:
+        mask = torch.ones_like(output)
     losses = output.float() * mask
     return losses.sum(), mask.sum()
 
