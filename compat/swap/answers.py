@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 from hypergrid.messages import few
@@ -81,18 +82,19 @@ def _conclude(store: Any, key: str, ranks: Sequence[int], lines: list[str], summ
     """Print what all ranks found."""
     keys = {rank: f"{key}/{rank}" for rank in ranks}
     lines_of_rank = {ranks[0]: lines}
-    _has(store, [*keys.values()], _WAIT)
-    for rank, key_of_rank in keys.items():
-        if _has(store, [key_of_rank]):
-            lines_of_rank[rank] = store.get(key_of_rank).decode().splitlines()
+    deadline = time.monotonic() + _WAIT
+    with suppress(RuntimeError):  # the store is lost with the rank that served it
+        if store is not None:
+            # By asking again and again: a wait in the store would keep other threads from it.
+            while not store.check([*keys.values()]) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            for rank, key_of_rank in keys.items():
+                if store.check([key_of_rank]):
+                    lines_of_rank[rank] = store.get(key_of_rank).decode().splitlines()
     missing = [rank for rank in ranks if rank not in lines_of_rank]
     answered = len(lines_of_rank)
-    different = 0
-    printed = []
-    for rank_lines in lines_of_rank.values():
-        if rank_lines:
-            different += 1
-            printed += rank_lines
+    different = sum(map(bool, lines_of_rank.values()))
+    printed = [*chain.from_iterable(lines_of_rank.values())]
     if len(printed) > _LINES_IN_ALL:
         printed[_LINES_IN_ALL:] = ["..."]
     note = _COMPARED
@@ -106,18 +108,3 @@ def _conclude(store: Any, key: str, ranks: Sequence[int], lines: list[str], summ
     if missing:
         verdict += f"; not answered: {few(missing)}"
     print("\n".join([f"{_PREFIX}{verdict}. {note}", *printed]), flush=True)
-
-
-def _has(store: Any, keys: list[str], seconds: float = 0.0) -> bool:
-    """Whether the store has all keys before so much time is over."""
-    deadline = time.monotonic() + seconds
-    while store is not None:
-        # By asking again and again: a wait in the store would keep other threads from it. A store
-        # that is lost with its rank raises RuntimeError, and has no keys.
-        with suppress(RuntimeError):
-            if store.check(keys):
-                return True
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.2)
-    return False

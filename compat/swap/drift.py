@@ -23,7 +23,9 @@ from compat.swap import REPLACEMENTS
 _MISSING = object()
 # What upstream's module imports for itself and ours does not, as docs/differences.md says.
 _IMPORTED = {
-    *("GlobalMemoryBuffer", "GlobalSymmetricMemoryBuffer", "SymmetricMemoryManager"),
+    "GlobalMemoryBuffer",
+    "GlobalSymmetricMemoryBuffer",
+    "SymmetricMemoryManager",
     "is_torch_min_version",
 }
 # The packages whose functions, classes and objects are nobody's interface of Megatron.
@@ -68,7 +70,7 @@ def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any
     Functions, classes, methods and constants that are public, and private globals; of functions
     and methods each argument, its kind, position and default.
     """
-    sentences: dict[str, None] = {}  # in order, and a repeated one once
+    sentences: list[str] = []
     for row in definitions:
         owner, _, name = row.name.rpartition(".")
         is_private = re.search(r"\b_(?!_)", row.name) is not None
@@ -81,7 +83,7 @@ def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any
         else:
             value = replacement.get(name, _MISSING)
         if value is _MISSING:
-            sentences[f"{row.text} is unknown"] = None
+            sentences.append(f"{row.text} is unknown")
             continue
         texts = [row.text]
         if row.kind == "value":
@@ -95,8 +97,9 @@ def differences(definitions: Sequence[Definition], replacement: Mapping[str, Any
             known_arguments = None
         text = described(row.name, value, known_arguments)
         if text not in texts:
-            sentences[f"{row.text} is {text} in hypergrid's"] = None
-    return list(sentences)
+            sentences.append(f"{row.text} is {text} in hypergrid's")
+    # In order, and a repeated one once.
+    return list(dict.fromkeys(sentences))
 
 
 def described(name: str, value: Any, known_arguments: Iterable[str] | None = None) -> str:
@@ -147,11 +150,7 @@ def loaded_definitions(names: Mapping[str, Any]) -> list[Definition]:
         for member, part in vars(value).items():
             if member == "__init__" or not member.startswith("_"):
                 offered[f"{name}.{member}"] = part
-    definitions = []
-    for name, value in offered.items():
-        text = described(name, value)
-        definitions.append(Definition(name, "loaded", text))
-    return definitions
+    return [Definition(name, "loaded", described(name, value)) for name, value in offered.items()]
 
 
 def _is_offered(name: str, value: Any) -> bool:

@@ -25,9 +25,10 @@ def warn_of_own_order(module: str) -> None:
     """Warn, before ``module`` is imported, if it cannot follow the order from outside."""
     order, source = resolve_order()
     dims = (order or "").lower().split("-")
+    # Of tp-cp-pp: pp before cp, pp before tp, cp before tp. An order may leave out a dim of size 1.
+    against_the_order = {*combinations(reversed(dims), 2)}
     for faster, slower in MODULES[module]:
-        # An order may leave out a dim of size 1.
-        if faster in dims and slower in dims and dims.index(slower) < dims.index(faster):
+        if (faster, slower) in against_the_order:
             warnings.warn(
                 f"{module} computes ranks by itself, as if {faster} came before {slower}. The "
                 f"order {order!r}, from {source}, does not reach it: if this job uses it, it will "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,12 +100,12 @@ class Record:
         # A replaced function may create groups by other means.
         if self._is_replaced:
             return
-        seen = {id(call.result) for call in self._calls}
-        for group in of_torch.registered_groups():
-            if group not in earlier_groups and id(group) not in seen:
-                self.differences.append(
-                    f"{_text(group)}: stock creates it without torch.distributed.new_group"
-                )
+        created = [call.result for call in self._calls]
+        others = {*of_torch.registered_groups()}.difference(earlier_groups, created)
+        for group in sorted(map(_text, others)):
+            self.differences.append(
+                f"{group}: stock creates it without torch.distributed.new_group"
+            )
 
     def planned_state(self, planned_rows: PlannedRows) -> ParallelState:
         """The state that a swap would have, with groups of stock in the place of its own."""
@@ -209,17 +210,18 @@ class Record:
             ranks = range(dist.get_world_size())
         if dist.get_rank() not in ranks:
             return None
-        options = _options(arguments.get("pg_options"))
-        label = arguments.get("group_desc") or name
-        # Torch sorts them: only outside code could tell another order.
-        in_order = list(ranks) if self._is_replaced else sorted(ranks)
-        compared = {**arguments, "ranks": in_order, "pg_options": options}
-        if not self._is_replaced:  # else outside code is told that there is none
+        ranks = list(ranks)
+        compared = {**arguments, "pg_options": _options(arguments.get("pg_options"))}
+        if not self._is_replaced:
+            # Torch sorts ranks and knows defaults: outside code alone could tell the difference.
+            ranks.sort()
             backend = arguments.get("backend") or dist.get_backend()
             compared["backend"] = backend
             if compared.get("timeout") is None:
                 compared["timeout"] = of_torch.default_timeout(backend)
-        return Call(f"{label} of ranks [{few(in_order)}]", compared)
+        compared["ranks"] = ranks
+        label = arguments.get("group_desc") or name
+        return Call(f"{label} of ranks [{few(ranks)}]", compared)
 
     def _answer(self, planned: Call) -> Any:
         """Return the result of stock's call with these arguments; notes how they differ."""
@@ -388,10 +390,7 @@ def _arguments(getter: Callable[..., Any], state: ParallelState) -> Iterator[dic
         ways = [{name: value} for value in values.get(name, ())]
         choices.append([{}, *ways])
     for combination in itertools.product(*choices):
-        arguments = {}
-        for choice in combination:
-            arguments.update(choice)
-        yield arguments
+        yield functools.reduce(operator.or_, combination, {})
 
 
 def _result(getter: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -447,9 +446,7 @@ def _text(value: Any) -> _Text:
     if isinstance(value, list | tuple):
         text = repr([_text(part) for part in value])
     elif isinstance(value, dict):
-        texts = {}
-        for key, part in value.items():
-            texts[_text(key)] = _text(part)
+        texts = {_text(key): _text(part) for key, part in value.items()}
         text = repr(dict(sorted(texts.items())))
     elif isinstance(value, _PLAIN):
         text = repr(value)

@@ -70,6 +70,7 @@ def expect_backward(name: str, output: torch.Tensor) -> None:
     """Record that a function ran forward, and that its backward pass runs when it does."""
     record = _watches[0]
     node = output.grad_fn
+    # Without one nothing is differentiated: a forward pass alone.
     if node is not None:
         record.forward.add(name)
         node.register_hook(lambda *_: record.backward.add(name))
@@ -88,6 +89,7 @@ def call_site(frame: FrameType | None) -> str:
     file_name = frame.f_code.co_filename
     line = frame.f_lineno
     code = frame.f_code
+    # Many sites share the helper, and few its caller.
     if frame.f_back is not None and frame.f_back.f_code.co_filename == file_name:
         code = frame.f_back.f_code
     qualified_name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
@@ -124,6 +126,7 @@ def watch_collectives() -> None:
     """Replace torch's collectives, also where megatron has imported them by name."""
     distributed: Any = torch.distributed
     importers: list[Any] = [distributed]
+    # Who imported a collective by name calls the original for ever.
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "megatron" and module is not None:
             importers.append(module)
@@ -146,40 +149,36 @@ def _watched(collective: Callable[..., Any], written: str, read: str) -> Callabl
         arguments = call.arguments
         group = arguments.get("group")
         outputs = _listed(arguments[written])
-        own = []
+        results: list[torch.Tensor] = []  # that the outputs get in the end, if not at once
         call_of_site = Call(
             site=f"{collective.__name__} in {call_site(sys._getframe(1))}",
             operation=str(arguments.get("op", "")),
             numel=sum(output.numel() for output in outputs),
         )
         if _is_left_out(call_of_site, group):
-            own = _own_results(outputs, _listed(arguments[read]), group)
-        handle = _collecting.get(group)
-        if not arguments.get("async_op", False):
-            done = collective(*args, **kwargs)
-            lost = zip(outputs, own, strict=False)
-            if handle is None:
-                _deliver(lost)
-            else:
-                handle.results.extend(lost)
-            return done
-        results = [output.detach().clone() for output in outputs]
-        # The input may be a part of the output, as a rank's shard is of a gathered buffer.
-        if written != read and torch.is_tensor(arguments[read]):
-            arguments[read] = arguments[read].detach().clone()
-        arguments[written] = results[0] if torch.is_tensor(arguments[written]) else results
-        for output in outputs:
-            # Integers have no NaN.
-            if output.is_floating_point():
-                output.detach().fill_(float("nan"))
+            results = _own_results(outputs, _listed(arguments[read]), group)
+        is_late = arguments.get("async_op", False)
+        if is_late:
+            written_later = [output.detach().clone() for output in outputs]
+            results = results or written_later
+            # The input may be a part of the output, as a rank's shard is of a gathered buffer.
+            if written != read and torch.is_tensor(arguments[read]):
+                arguments[read] = arguments[read].detach().clone()
+            is_one = torch.is_tensor(arguments[written])
+            arguments[written] = written_later[0] if is_one else written_later
+            for output in outputs:
+                # Integers have no NaN.
+                if output.is_floating_point():
+                    output.detach().fill_(float("nan"))
         work = collective(*call.args, **call.kwargs)
-        if handle is None:
-            # A rank outside of the group gets no handle.
-            if work is None:
-                return None
-            handle = _LateWork(work)
-        handle.results.extend(zip(outputs, own or results, strict=True))
-        return handle
+        handle = _collecting.get(group, _LateWork(work))
+        handle.results.extend(zip(outputs, results, strict=False))
+        if is_late and work is not None:
+            return handle
+        # A rank outside of the group gets no handle.
+        if group not in _collecting:
+            _deliver(handle.results)
+        return work
 
     return started
 
@@ -204,10 +203,12 @@ def _own_results(
 
     Of a larger input it is the rank's own part, as of a scatter; a smaller one is repeated.
     """
+    # A copy: the outputs are overwritten meanwhile, and may be the inputs.
     values = torch.cat([part.detach().flatten() for part in inputs])
     own = []
     for output in outputs:
-        places = torch.arange(output.numel()) + torch.distributed.get_rank(group) * output.numel()
+        first = torch.distributed.get_rank(group) * output.numel()
+        places = torch.arange(first, first + output.numel())
         part = torch.zeros_like(output)
         if values.numel():
             part = values[places % values.numel()].view(output.shape)

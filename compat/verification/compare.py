@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import hypot, isclose, isfinite
+from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
+from compat.verification.layout import matches
 from compat.verification.step import (
     EVEN_NORM,
     GRADIENT,
@@ -67,8 +68,7 @@ class Finding:
 
     def matches(self, patterns: Sequence[str]) -> bool:
         """Whether one of the patterns of ``--allow`` is for this finding."""
-        text = f"{self.quantity} {self.name}".strip()
-        return any(fnmatchcase(text, pattern) for pattern in patterns)
+        return matches(f"{self.quantity} {self.name}".strip(), patterns)
 
 
 class _Difference(NamedTuple):
@@ -90,8 +90,9 @@ class Reference:
         self.least_size: dict[Kind, float] = {}
         for kind, pieces in computed.tensors.items():
             tensors = whole_tensors(pieces)
+            norm_of_all = hypot(*map(torch.norm, tensors.values()))
             self.whole[kind] = tensors
-            self.least_size[kind] = _SMALL * hypot(*map(torch.norm, tensors.values()))
+            self.least_size[kind] = _SMALL * norm_of_all
         self.errors: dict[tuple[Kind, str], float] = {}
         for other in repeated:
             for kind, pieces in other.tensors.items():
@@ -99,27 +100,32 @@ class Reference:
                     key = (kind, piece.name)
                     difference = self.difference(kind, piece, self.whole[kind])
                     self.errors[key] = max(difference.error, self.errors.get(key, 0.0))
-        # Rounding does not touch the number of tokens, nor what a step leaves as it is.
-        self.tolerance = _MARGIN * median(error for error in self.errors.values() if error > 0)
+        # Rounding does not touch the number of tokens, nor what a step leaves as it is: their limit
+        # is that of the other quantities.
+        errors_of_rounding = [error for error in self.errors.values() if error > 0]
+        self.tolerance = _MARGIN * median(errors_of_rounding)
 
     def noise(self) -> str:
         """A quantity whose limit is above the noise floor, in words; "" if none is."""
         for (kind, name), error in self.errors.items():
+            is_noise = self.limit(kind, name) > _NOISE_FLOOR
             # A gradient that is 0 by mathematics has nothing but rounding: a bias of keys, which
             # adds the same to all scores of a query.
-            if self.limit(kind, name) > _NOISE_FLOOR and not self._is_zero(kind, name):
+            if is_noise and not self._is_zero(kind, name):
                 _, quantity = kind
                 return f"the {quantity} of {name or 'a micro batch'} changes by {error:.2g}"
         return ""
 
-    def has_gradient(self, name: str) -> bool:
-        """Whether a parameter's gradient is more than rounding."""
-        return not self._is_zero(GRADIENT, name)
-
-    def unmoved(self) -> list[str]:
-        """Parameters with a gradient that the step did not change."""
+    def worthless(self) -> str:
+        """Why agreement with these results would say nothing; "" if it does say something."""
         updates = self.whole[1, "update"]
-        return [name for name in updates if self.has_gradient(name) and not updates[name].any()]
+        trained = [name for name in updates if not self._is_zero(GRADIENT, name)]
+        unmoved = [name for name in trained if not updates[name].any()]
+        if unmoved:
+            return f"the step did not change {few(unmoved)}, which has a gradient"
+        if not trained:
+            return "no parameter has a gradient"
+        return ""
 
     def _is_zero(self, kind: Kind, name: str) -> bool:
         size = float(self.whole[kind][name].norm())
@@ -135,14 +141,18 @@ class Reference:
         right_value = right[piece.name][piece.slices].double()
         size = float(right_value.norm())
         distance = float((value - right_value).norm())
-        error = distance / max(size, self.least_size[kind], _TINY)
+        # A difference from nothing is measured by all tensors of this kind.
+        scale = max(size, self.least_size[kind], _TINY)
+        error = distance / scale
         if not isfinite(error):
             return _Difference(float("inf"))
         if size <= self.least_size[kind]:
             return _Difference(error)
+        # The projection on the right value, and what is left beside it.
         factor = float((value * right_value).sum()) / size**2
         remainder = float((value - factor * right_value).norm())
-        if remainder > _SAME_FACTOR * abs(factor) * size:
+        size_by_factor = abs(factor) * size
+        if remainder > _SAME_FACTOR * size_by_factor:
             return _Difference(error)
         return _Difference(error, factor)
 
@@ -173,13 +183,13 @@ def _of_step(step: int, reference: Reference, ranks: Sequence[Computed]) -> list
         # A run in which a collective was left out may take one step.
         if kind[0] == step and kind in ranks[0].tensors:
             differing += _tensors(kind, kind, reference.whole[kind], reference, ranks)
-    keys = {finding.key for finding in differing}
-    kept = []
-    for finding in differing:
-        # A wrong gradient is one finding, not two.
-        if finding.quantity != "update" or ("gradient", finding.name) not in keys:
-            kept.append(finding)
-    return kept
+    gradients = {finding.name for finding in differing if finding.quantity == "gradient"}
+    # A wrong gradient is one finding, not two.
+    return [
+        finding
+        for finding in differing
+        if finding.quantity != "update" or finding.name not in gradients
+    ]
 
 
 def _initial_values_that_are_wrong(ranks: Sequence[Computed]) -> Iterator[Finding]:
@@ -224,43 +234,44 @@ def _with_several_values(
 
     A key begins with the name of what it stands for.
     """
-    ranks_of_value: dict[tuple[Any, ...], dict[Any, list[int]]] = {}
+    values_of = defaultdict(set)
+    ranks_of = defaultdict(set)
     for rank, key, value in values:
-        ranks_of_value.setdefault(key, {}).setdefault(value, []).append(rank)
-    ranks_of_name: dict[str, set[int]] = {}
-    for key, ranks in ranks_of_value.items():
-        if len(ranks) > 1:
-            ranks_of_name.setdefault(key[0], set()).update(*ranks.values())
-    for name, rank_set in ranks_of_name.items():
-        yield Finding(quantity, name, tuple(sorted(rank_set)), 1.0, meaning=meaning)
+        values_of[key].add(value)
+        ranks_of[key].add(rank)
+    ranks_of_name: dict[str, set[int]] = defaultdict(set)
+    # One finding for a name, however many of its parts differ.
+    for key, ranks in ranks_of.items():
+        if len(values_of[key]) > 1:
+            ranks_of_name[key[0]] |= ranks
+    for name, ranks in ranks_of_name.items():
+        yield Finding(quantity, name, tuple(sorted(ranks)), 1.0, meaning=meaning)
 
 
 def _spreads_that_differ(reference: Reference, ranks: Sequence[Computed]) -> Iterator[Finding]:
     """Weights that the layout draws from a wider or narrower distribution than one rank does."""
-    right_sizes, _ = _whole_weights(reference.own_initial)
+    right_sizes = _whole_norms(reference.own_initial)
     weights = []
     for computed in ranks:
         weights.extend(computed.own_initial)
-    sizes, numels = _whole_weights(weights)
-    for name, size in sizes.items():
+    for name, size in _whole_norms(weights).items():
         right_size = right_sizes[name]
-        error = _SPREAD / numels[name] ** 0.5
-        if abs(size - right_size) > error * right_size:
+        numel = reference.initial[name].numel()
+        error_by_chance = _SPREAD / numel**0.5
+        if abs(size - right_size) > error_by_chance * right_size:
             meaning = "is not 0, as on one rank"
             if right_size:
                 meaning = f"has {size / right_size:.2g} times the standard deviation of one rank's"
             yield Finding(_OWN, name, tuple(range(len(ranks))), 1.0, meaning=meaning)
 
 
-def _whole_weights(weights: Sequence[Weight]) -> tuple[dict[str, float], Counter[str]]:
-    """The norm of each whole weight that the job itself made, and how many numbers it has."""
-    parts = {weight.place: weight for weight in weights}
+def _whole_norms(weights: Sequence[Weight]) -> dict[str, float]:
+    """The norm of each whole weight that the job itself made; replicas count once."""
+    norm_of_part = {weight.place: weight.norm for weight in weights}
     norms: dict[str, float] = {}
-    numels = Counter[str]()
-    for (name, _), weight in parts.items():
-        norms[name] = hypot(weight.norm, norms.get(name, 0.0))
-        numels[name] += weight.numel
-    return norms, numels
+    for (name, _), norm in norm_of_part.items():
+        norms[name] = hypot(norm, norms.get(name, 0.0))
+    return norms
 
 
 def recomputed_gradients_that_differ(
@@ -270,6 +281,7 @@ def recomputed_gradients_that_differ(
 
     It adds the parts of a gradient in another order, so the last bits may differ.
     """
+    # One rank draws other dropout: only ranks of the same layout can be compared.
     kept = []
     for computed in keeping:
         kept.extend(computed.tensors[GRADIENT])
@@ -288,15 +300,18 @@ def _norms(step: int, reference: Reference, ranks: Sequence[Computed]) -> Iterat
         norm_of_part: dict[Place, float] = {}
         for computed in ranks:
             _, norms = computed.norms[kind]
+            # Replicas have the same part, which counts once.
             norm_of_part |= norms
         right_norm = hypot(*norm_of_part.values())
+        # Where all gradients are 0, the right norm is 0 too.
+        scale = max(right_norm, _TINY)
         differences = []
         for rank, computed in enumerate(ranks):
             norm, _ = computed.norms[kind]
-            error = abs(norm - right_norm) / max(right_norm, _TINY)
+            error = abs(norm - right_norm) / scale
             # An error that is no number is above any limit.
             if not error <= reference.tolerance:
-                differences.append((rank, _Difference(error, norm / max(right_norm, _TINY))))
+                differences.append((rank, _Difference(error, norm / scale)))
         if differences:
             yield _finding(kind, "", differences)
 
@@ -322,6 +337,7 @@ def _tensors(
         yield _finding(kind, name, differences)
     all_ranks = tuple(range(len(ranks)))
     step, quantity = kind
+    # A layout that lacks a layer has nothing that differs.
     for name in right.keys() - held_names:
         yield Finding(quantity, name, all_ranks, 1.0, 0.0, "is on no rank", step)
 
@@ -343,13 +359,12 @@ def _finding(kind: Kind, name: str, differences: Sequence[tuple[int, _Difference
 
 def describe(differing: Sequence[Finding]) -> list[str]:
     """Findings in words; those of equal kind, ranks and factor in one line, by module."""
-    alike: dict[tuple[Any, ...], list[Finding]] = {}
+    alike = defaultdict(list)
     for finding in differing:
-        key = (finding.quantity, finding.ranks, finding.factor, finding.meaning)
-        alike.setdefault(key, []).append(finding)
+        alike[finding.quantity, finding.ranks, finding.factor, finding.meaning].append(finding)
     lines = []
     for group in alike.values():
-        worst = max(group, key=lambda finding: finding.error)
+        worst = max(group, key=attrgetter("error"))
         names = group[0].name
         if len(group) > 1:
             names += f" and {len(group) - 1} more"

@@ -11,16 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from compat.verification.arguments import BY_HAND, INSTEAD, check, parse
-from compat.verification.layout import DIMS, OF_SEVERAL
+from compat.verification.layout import DIMS, OF_SEVERAL, matches
 from compat.verification.ranks import Refused, in_checkout, on_ranks
 from compat.verification.search import Report, reports
-from compat.verification.small_job import FIELD_OF, SHAPE, SmallJob, matches, small_job
+from compat.verification.small_job import FIELD_OF, SHAPE, SmallJob, small_job
 from compat.verification.step import run_variants
 
 # Scripts of Megatron-LM that train another model: a Mamba, a BERT ...
 _OTHER_MODELS = (
-    *("pretrain_mamba", "pretrain_hybrid", "pretrain_mimo", "pretrain_bert", "pretrain_t5"),
-    *("pretrain_ict", "pretrain_realm", "pretrain_vision", "pretrain_vlm", "pretrain_retro"),
+    "pretrain_mamba",
+    "pretrain_hybrid",
+    "pretrain_mimo",
+    "pretrain_bert",
+    "pretrain_t5",
+    "pretrain_ict",
+    "pretrain_realm",
+    "pretrain_vision",
+    "pretrain_vlm",
+    "pretrain_retro",
 )
 # How a flag of the line is treated.
 VERIFIED = "verified"
@@ -28,11 +36,31 @@ STAND_IN = "replaced by a stand-in"
 NOT_VERIFIED = "not verified"
 # Arguments in place of which the small job has something else: its sizes, layers, data, optimizer.
 _REPLACED = (
-    *(*SHAPE[:6], *INSTEAD, "num_experts", "max_position_embeddings", "seq_length"),
-    *("micro_batch_size", "global_batch_size", "vocab_size", "padded_vocab_size"),
-    *("make_vocab_size_divisible_by", "bf16", "fp16", "attention_backend", "optimizer"),
-    *("mock_data", "data_path", "tokenizer_*", "seed"),
-    *("lr", "min_lr", "lr_*", "weight_decay", "adam_*", "clip_grad", "init_method_std"),
+    *SHAPE[:6],
+    *INSTEAD,
+    "num_experts",
+    "max_position_embeddings",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "vocab_size",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "bf16",
+    "fp16",
+    "attention_backend",
+    "optimizer",
+    "mock_data",
+    "data_path",
+    "tokenizer_*",
+    "seed",
+    "lr",
+    "min_lr",
+    "lr_*",
+    "weight_decay",
+    "adam_*",
+    "clip_grad",
+    "init_method_std",
 )
 
 
@@ -101,6 +129,7 @@ def _verified(
     parsed, parser = parse(line.words, line.world_size)
     job = line.small_job(parsed)
     (report,) = reports(job.task, [job.layout], allow, search)
+    # What was not run has verified no flag.
     if not report.refused:
         job.changed.extend(_treatments(line, parsed, parser, job, report.idle))
     if not line.script:
@@ -124,10 +153,12 @@ def _treatments(
     actions = parser._option_string_actions
     results = results_alone(job)
     flags_of: dict[str, list[str]] = {VERIFIED: [], STAND_IN: [], NOT_VERIFIED: []}
-    for flag in dict.fromkeys(word.partition("=")[0] for word in line.words):
+    written = dict.fromkeys(word.partition("=")[0] for word in line.words)
+    for flag in written:
         if flag not in actions:
             continue
         name = actions[flag].dest
+        # As if the line did not have it.
         without = copy.deepcopy(parsed)
         setattr(without, name, actions[flag].default)
         kind, other = treatment(line, name, job, without)
@@ -147,8 +178,11 @@ def treatment(line: Line, name: str, job: SmallJob, without: Any) -> tuple[str, 
     if matches(name, _REPLACED):
         return STAND_IN, None
     layout = job.layout
-    if (layout.sizes.get(name) or 1) > 1:
+    # Groups of several ranks were there.
+    size = layout.sizes.get(name) or 1
+    if size > 1:
         return VERIFIED, None
+    # One rank alone would show nothing of it; idle ones are told apart by their collectives.
     option = FIELD_OF.get(name, name)
     if option in OF_SEVERAL and option in layout.options:
         return VERIFIED, None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 # Our short name of each dim: megatron-core's argument.
@@ -25,18 +26,28 @@ LOSS_PER_TOKEN = "calculate_per_token_loss"
 MIXED_PRECISION = {"bf16": "torch.cuda.BFloat16Tensor", "fp16": "torch.cuda.HalfTensor"}
 INSTANCES = "num_distributed_optimizer_instances"
 RECOMPUTATION = (
-    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
     "distribute_saved_activations",
 )
 # How several ranks work together, and not what they compute.
 OF_SEVERAL = (
     *_OF_TP,
-    *("use_distributed_optimizer", INSTANCES),
-    *("overlap_grad_reduce", "overlap_param_gather", "data_parallel_random_init"),
-    *("average_in_collective", "bucket_size", "moe_token_dispatcher_type"),
-    *("moe_shared_expert_overlap", "cross_entropy_loss_fusion", *MIXED_PRECISION),
+    "use_distributed_optimizer",
+    INSTANCES,
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "data_parallel_random_init",
+    "average_in_collective",
+    "bucket_size",
+    "moe_token_dispatcher_type",
+    "moe_shared_expert_overlap",
+    "cross_entropy_loss_fusion",
+    *MIXED_PRECISION,
     *RECOMPUTATION,
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
 )
 
 
@@ -81,6 +92,7 @@ class Layout:
                 raise ValueError(f"{name} must be a positive integer, got {size!r}, in {self}.")
         if self.vp is not None and self.pp == 1:
             raise ValueError(f"vp={self.vp} needs a pipeline of several ranks, in {self}.")
+        # The ranks of a stage are divided once more, by experts.
         stage_size = self.tp * self.cp * self.dp
         per_expert = self.ep * (self.etp or self.tp)
         if stage_size % per_expert:
@@ -90,18 +102,15 @@ class Layout:
 
     def __str__(self) -> str:
         words = []
-        for name in DIMS:
-            size = getattr(self, name)
-            # etp=1 says something where tp is larger.
-            is_said = name == "etp" and self.tp > 1
-            if size is not None and (size > 1 or is_said):
-                words.append(f"{name}={size}")
-        if self.order != Layout.order:
-            words.append(f"order={self.order}")
+        for name in (*DIMS, "order"):
+            value = getattr(self, name)
+            if value != getattr(Layout, name):
+                words.append(f"{name}={value}")
         for name, value in sorted(self.options.items()):
             words.append(name if value is True else f"{name}={_text(value)}")
         return " ".join(words) or "one rank"
 
+    # Options are a mapping, which has no hash.
     def __hash__(self) -> int:
         return hash(str(self))
 
@@ -142,29 +151,30 @@ class Layout:
         """
         changes: dict[str, dict[str, Any]] = {}
         # Chunks first: a pipeline that has them cannot be taken away.
-        for name in ("vp", "etp"):
-            size = getattr(self, name)
-            if size is not None:
-                changes[f"{name}={size}"] = {name: None}
-        for name in ("dp", "pp", "cp", "ep", "tp"):
-            size = getattr(self, name)
-            if size > 1:
-                changes[f"{name}={size}"] = {name: 1}
-            if size > 2:
+        for name in ("vp", "etp", "dp", "pp", "cp", "ep", "tp", "order"):
+            value = getattr(self, name)
+            least = getattr(Layout, name)
+            if value != least:
+                changes[f"{name}={value}"] = {name: least}
+            if least == 1 and value > 2:
                 changes[f"{name} > 2"] = {name: 2}
-        if self.order != Layout.order:
-            changes[f"order={self.order}"] = {"order": Layout.order}
         # False comes before True: the loss per token is the last.
         for name in sorted(self.options, key=LOSS_PER_TOKEN.__eq__):
             changes[name] = {"options": self.without(name).options}
         for name, change in changes.items():
             try:
                 layout = replace(self, **change)
-            except ValueError:  # such a layout does not exist
+            except ValueError:
+                # Such a layout does not exist: experts, say, that fewer ranks do not divide.
                 continue
             if layout.tp == 1:
                 layout = layout.without(*_OF_TP)
             yield name, layout
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is one of ``patterns``, which may have asterisks."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _text(value: Any) -> Any:

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
+from unittest import mock
 
 import torch
 
@@ -32,7 +32,8 @@ def adapt() -> None:
     if "triton" not in sys.modules and find_spec("triton") is None:
         # 0.18 and later import it, to define kernels for GPUs.
         import_module("torch._inductor.compile_fx")  # torch knows that it has none
-        stand_in = MagicMock(__version__="0")  # older than what megatron-core takes for kernels
+        # A version that is older than what megatron-core takes for kernels.
+        stand_in = mock.MagicMock(__version__="0")
         sys.modules.update({"triton": stand_in, "triton.language": stand_in})
     cuda: Any = torch.cuda
     # Nearly every buffer is made on the "current device".
@@ -66,7 +67,6 @@ def adapt() -> None:
     distributed: Any = torch.distributed
     distributed.all_to_all_single = _with_lists(distributed.all_to_all_single)
     distributed.all_gather = _of_any_sizes(distributed.all_gather)
-    distributed.reduce_scatter = _sum_of_any_sizes(distributed.reduce_scatter)
     watch_collectives()
 
 
@@ -110,9 +110,8 @@ def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
     def exchanged(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         for name in ("output_split_sizes", "input_split_sizes"):
-            sizes = arguments.get(name)
-            if isinstance(sizes, torch.Tensor):
-                arguments[name] = sizes.tolist()
+            if isinstance(arguments.get(name), torch.Tensor):
+                arguments[name] = arguments[name].tolist()
         return exchange(**arguments)
 
     return exchanged
@@ -122,9 +121,9 @@ def _of_any_sizes(gather: Callable[..., Any]) -> Callable[..., Any]:
     """Gather parts of unequal sizes, as NCCL does and gloo does not."""
 
     @functools.wraps(gather)
-    def gathered(parts: Any, part: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
-        if _have_one_shape(parts):
-            return gather(parts, part, group=group, **kwargs)
+    def gathered(parts: Any, part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({place.shape for place in parts}) == 1:
+            return gather(parts, part, group=group, async_op=async_op)
         for rank, place in enumerate(parts):
             if rank == torch.distributed.get_rank(group):
                 place.copy_(part)
@@ -132,25 +131,6 @@ def _of_any_sizes(gather: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return gathered
-
-
-def _sum_of_any_sizes(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Sum parts of unequal sizes, one for each rank, as NCCL does and gloo does not."""
-
-    @functools.wraps(scatter)
-    def scattered(output: torch.Tensor, parts: Any, *args: Any, group: Any = None) -> Any:
-        if _have_one_shape(parts):
-            return scatter(output, parts, *args, group=group)
-        for part in parts:
-            torch.distributed.all_reduce(part, group=group)
-        output.copy_(parts[torch.distributed.get_rank(group)])
-        return None
-
-    return scattered
-
-
-def _have_one_shape(parts: Any) -> bool:
-    return all(part.shape == parts[0].shape for part in parts)
 
 
 _said_types: list[str] = []  # the type that parameters say they have, and have float32 data
@@ -164,11 +144,12 @@ def parameters_say(types: list[str]) -> None:
 def _saying_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def answer(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None and _said_types and isinstance(self, torch.nn.Parameter):
+        if dtype is not None:
+            return type_of(self, dtype, *args, **kwargs)
+        if _said_types and isinstance(self, torch.nn.Parameter):
             return _said_types[0]
-        if dtype is None:
-            return "torch.cuda." + type_of(self).rsplit(".", 1)[-1]
-        return type_of(self, dtype, *args, **kwargs)
+        _, _, kind = type_of(self).rpartition(".")
+        return f"torch.cuda.{kind}"
 
     return answer
 
@@ -184,16 +165,18 @@ def local_layers(config: Any, vp_stage: int | None, pp_rank: int | None = None) 
         "vp_stage": vp_stage,
         "pp_rank": pp_rank,
     }
-    block = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=False,
-        **taken(get_gpt_decoder_block_spec, options),
-    )
-    block.layer_norm = _norm(config)
-    # Equal layers have one specification in common.
-    layers = {id(layer): layer for layer in block.layer_specs}
-    for layer in layers.values():
-        _adapt_layer(layer, config)
+    with _own_parts():
+        block = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            **taken(get_gpt_decoder_block_spec, options),
+        )
+    block.layer_norm = Norm
+    if getattr(config, "multi_latent_attention", False):
+        for layer in block.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_q_down_proj = WholeLinear
+            attention.linear_kv_down_proj = WholeLinear
     return block
 
 
@@ -201,37 +184,38 @@ def predicting_layers(config: Any, block: Any, vp_stage: int | None) -> Any:
     """The specification of this stage's layers that predict further tokens; None without any."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    predicting = get_gpt_mtp_block_spec(
-        config, block, use_transformer_engine=False, vp_stage=vp_stage
-    )
-    if predicting is None:
-        return None
-    norm = _norm(config)
-    for layer in predicting.layer_specs:
-        parts = layer.submodules
-        parts.enorm = norm
-        parts.hnorm = norm
-        parts.layer_norm = norm
-    return predicting
+    with _own_parts():
+        return get_gpt_mtp_block_spec(
+            config, block, use_transformer_engine=False, vp_stage=vp_stage
+        )
 
 
-def _adapt_layer(layer: Any, config: Any) -> None:
-    norm = _norm(config)
-    parts = layer.submodules
-    parts.input_layernorm = norm
-    parts.pre_mlp_layernorm = norm
-    attention = parts.self_attention.submodules
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if config.qk_layernorm and hasattr(attention, name):
-            setattr(attention, name, norm)
-    core_attention = attention.core_attention
-    if getattr(config, "multi_latent_attention", False):
-        core_attention = _latent_attention()
-        attention.linear_q_down_proj = WholeLinear
-        attention.linear_kv_down_proj = WholeLinear
-    if config.context_parallel_size > 1:
-        core_attention = _context_parallel_attention(core_attention)
-    attention.core_attention = core_attention
+def _own_parts() -> Any:
+    """Inside, specifications get our norm and our attention from what provides local layers."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    class Provider(gpt_layer_specs.LocalSpecProvider):  # type: ignore[misc]
+        def layer_norm(self, *_: Any, **__: Any) -> type:
+            return Norm
+
+        def core_attention(self) -> type:
+            return _attention()
+
+    return mock.patch.object(gpt_layer_specs, "LocalSpecProvider", Provider)
+
+
+class Norm:
+    """Makes a norm for sequence parallelism, which megatron-core's own wrapper refuses."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        kind: Any = torch.nn.LayerNorm
+        if config.normalization == "RMSNorm":
+            kind = torch.nn.RMSNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            # Marks gradients that cover a part of the sequence: megatron sums them over tp.
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
 
 
 class WholeLinear(torch.nn.Module):
@@ -276,17 +260,13 @@ def _torch_without_bfloat16() -> ModuleType:
 
 def _unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``reduce``, and the identity in a group of one rank: there its gradient is the same."""
-    signature = inspect.signature(reduce)
 
+    # megatron-core's layers, which alone have it by this name, always give their group.
     @functools.wraps(reduce)
-    def reduced(*args: Any, **kwargs: Any) -> torch.Tensor:
-        arguments = signature.bind(*args, **kwargs).arguments
-        group = arguments.get("group")
-        if group is None:
-            group = import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
+    def reduced(features: torch.Tensor, group: Any) -> torch.Tensor:
         if group.size() == 1:
-            return arguments["input_"]
-        output = reduce(*args, **kwargs)
+            return features
+        output = reduce(features, group)
         expect_backward(reduce.__name__, output)
         return output
 
@@ -371,55 +351,36 @@ def chunks_held(rank: int, size: int) -> list[int]:
     return [rank, 2 * size - 1 - rank]
 
 
-def _norm(config: Any) -> type[torch.nn.Module]:
-    """A norm for sequence parallelism, which megatron-core's own wrapper refuses."""
-    kind: Any = torch.nn.LayerNorm
-    if config.normalization == "RMSNorm":
-        kind = torch.nn.RMSNorm
+def _attention() -> Any:
+    """megatron-core's local attention, and what it refuses.
 
-    class Norm(kind):  # type: ignore[misc]
-        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-            super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-            for parameter in self.parameters():
-                # Marks gradients that cover a part of the sequence: megatron sums them over tp.
-                parameter.sequence_parallel = config.sequence_parallel
-
-    return Norm
-
-
-def _latent_attention() -> Any:
-    """Attention whose values have another size than its keys, which the local one does not know."""
+    Under cp it gathers keys and values, and is causal. Values may have another size than keys, as
+    in multi-latent attention.
+    """
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    class LatentAttention(DotProductAttention):
+    class Attention(DotProductAttention):
         def __init__(
             self,
-            *args: Any,
+            config: Any,
+            *,
             k_channels: int | None = None,
             v_channels: int | None = None,
             **kwargs: Any,
         ) -> None:
-            super().__init__(*args, **kwargs)
+            without_cp = copy.copy(config)
+            without_cp.context_parallel_size = 1
+            super().__init__(without_cp, **kwargs)
             if v_channels is not None:
                 heads = self.num_attention_heads_per_partition
                 self.hidden_size_per_partition = v_channels * heads
-
-    return LatentAttention
-
-
-def _context_parallel_attention(kind: Any) -> Any:
-    """Causal attention that gathers keys and values over cp, which the local one refuses."""
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-    class ContextParallelAttention(kind):  # type: ignore[misc]
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            without_cp = copy.copy(config)
-            without_cp.context_parallel_size = 1
-            super().__init__(without_cp, *args, **kwargs)
-            self.cp_group = kwargs["pg_collection"].cp
-            # megatron-core's own mask of a window is for a whole sequence.
-            self.window = getattr(self.scale_mask_softmax, "window_size", None)
-            self.scale_mask_softmax.window_size = None
+            self.cp_group: Any = None
+            if config.context_parallel_size > 1:
+                self.cp_group = kwargs["pg_collection"].cp
+                # megatron-core's own mask of a window is for a whole sequence.
+                self.window = self.scale_mask_softmax.window_size
+                self.scale_mask_softmax.window_size = None
 
         def forward(
             self,
@@ -429,18 +390,22 @@ def _context_parallel_attention(kind: Any) -> Any:
             attention_mask: torch.Tensor | None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            gather = gather_from_sequence_parallel_region
-            key = gather(key.contiguous(), group=self.cp_group)
-            value = gather(value.contiguous(), group=self.cp_group)
+            if self.cp_group is not None:
+                key = gather(key.contiguous(), group=self.cp_group)
+                value = gather(value.contiguous(), group=self.cp_group)
+                attention_mask = self.causal_mask(len(key))
+            return super().forward(query, key, value, attention_mask, **kwargs)
+
+        def causal_mask(self, length: int) -> torch.Tensor:
             size = self.cp_group.size()
             held = torch.tensor([chunks_held(rank, size) for rank in range(size)])
             # The positions that each cp rank holds: of 8 tokens on 2 ranks 0 1 6 7 and 2 3 4 5.
-            positions = torch.arange(len(key)).view(2 * size, -1)[held].view(size, -1)
-            keys = positions.flatten()
-            queries = positions[self.cp_group.rank()]
-            mask = keys[None, :] > queries[:, None]
+            positions = torch.arange(length).view(2 * size, -1)[held].view(size, -1)
+            keys = positions.flatten()[None, :]
+            queries = positions[self.cp_group.rank()][:, None]
+            mask = keys > queries
             if self.window is not None:
-                mask |= keys[None, :] < queries[:, None] - self.window[0]
-            return super().forward(query, key, value, mask, **kwargs)
+                mask |= keys < queries - self.window[0]
+            return mask
 
-    return ContextParallelAttention
+    return Attention

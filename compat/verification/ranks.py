@@ -35,8 +35,13 @@ MAX_RANKS = 16
 _WEEK = 604_800.0  # seconds
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _IMPORTED = (
-    *("distributed", "optimizer", "pipeline_parallel", "dist_checkpointing"),
-    *("models.gpt", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer"),
+    "distributed",
+    "optimizer",
+    "pipeline_parallel",
+    "dist_checkpointing",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "transformer.moe.moe_layer",
 )
 # What a process sends to its parent.
 _TEXT = "text"  # of ``say``
@@ -55,7 +60,7 @@ def in_child(body: Callable[[], T]) -> T:
 
     if torch.cuda.is_initialized():
         raise RuntimeError("verify forks processes: call it before CUDA is used in this one.")
-    return _in_processes("fork", 1, lambda _: _adapted(body), ValueError)[0]
+    return _in_processes("fork", 1, partial(_adapted, body, None, True), ValueError)[0]
 
 
 def in_checkout(
@@ -70,10 +75,10 @@ def in_checkout(
     is called with each text that ``body`` gives to ``say``, at once.
     A forked process would keep the modules that this one has imported from elsewhere.
     """
-    in_new_process = partial(_in_new_process, body, checkout.resolve(), is_replaced)
+    adapted = partial(_adapted, body, checkout.resolve(), is_replaced)
     # A new process begins with the path of this one, and imports hypergrid before it runs a body.
     with mock.patch.object(sys, "path", [str(checkout.resolve()), *sys.path]):
-        return _in_processes("spawn", 1, in_new_process, ValueError, listen=listen)[0]
+        return _in_processes("spawn", 1, adapted, ValueError, listen=listen)[0]
 
 
 def say(text: str) -> None:
@@ -102,15 +107,12 @@ def _joined(world: int, directory: str, body: Callable[[int], T], rank: int) -> 
     return body(rank)
 
 
-def _in_new_process(body: Callable[[], T], checkout: Path, is_replaced: bool, _: int) -> T:
-    # What Megatron prints is no part of the report, which may be JSON.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return _adapted(body, checkout, is_replaced)
-
-
-def _adapted(body: Callable[[], T], checkout: Path | None = None, is_replaced: bool = True) -> T:
+def _adapted(body: Callable[[], T], checkout: Path | None, is_replaced: bool, _: int) -> T:
     import torch
 
+    if checkout is not None:
+        # What Megatron prints is no part of the report, which may be JSON.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     cuda: Any = torch.cuda
     # A GPU may have been found before: torch would remember it.
     cuda.is_available = lambda: False
@@ -150,7 +152,7 @@ def _in_processes(
     end = time.monotonic() + timeout
     processes = []
     number_of = {}
-    results: dict[int, T] = {}
+    results: list[Any] = [None] * count
     try:
         for number in range(count):
             receiver, sender = context.Pipe(duplex=False)
@@ -177,7 +179,7 @@ def _in_processes(
         for process in processes:
             process.kill()
             process.join()
-    return [results[number] for number in range(count)]
+    return results
 
 
 def _answer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from compat.verification.step import (
     Variant,
     run_variants,
 )
-from hypergrid.messages import few, install_command
+from hypergrid.messages import install_command
 
 ULP = 2.0**-23  # of float32
 SECONDS_FOR_SITES = 30  # in which the results of each collective are left out
@@ -178,7 +179,6 @@ def reports(
     """The reports on several layouts, in a process in which megatron-core runs on the CPU."""
     for layout in layouts:
         _check(task, layout)
-        _check_options(layout)
     job = _Job(task, tuple(allow), timeout)
     return [job.report(layout, smallest) for layout in layouts]
 
@@ -192,32 +192,32 @@ def _not_covered() -> tuple[str, ...]:
 
 
 def _check(task: Task, layout: Layout) -> None:
+    """ValueError for what cannot be verified, or is no option of this release."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig
+
     if layout.world_size > MAX_RANKS:
         raise ValueError(
             f"{layout} has {layout.world_size} ranks, and verify runs at most {MAX_RANKS} on one "
             f"machine: make larger dims smaller."
         )
-    # An interleaved pipeline takes as many micro batches at a time as it has stages.
-    divisor = layout.dp * layout.pp if layout.vp else layout.dp
-    dims = "dp x pp" if layout.vp else "dp"
+    dims = "dp"
+    divisor = layout.dp
+    if layout.vp:
+        # An interleaved pipeline takes as many micro batches at a time as it has stages.
+        dims = "dp x pp"
+        divisor *= layout.pp
     if not task.batch or len(task.batch) % divisor:
         raise ValueError(
             f"{layout} needs a multiple of {divisor} micro batches ({dims}), got {len(task.batch)}."
         )
-
-
-def _check_options(layout: Layout) -> None:
-    """ValueError if an option is in none of this release's configurations."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import MLATransformerConfig
-
     configurations = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     option_names = {RANDOM_INIT}.union(*(kind.__dataclass_fields__ for kind in configurations))
+    is_cut = layout.cp > 1 or layout.options.get("sequence_parallel", False)
     for name, value in layout.options.items():
         if name in FULLY_SHARDED and value:
             raise ValueError(f"{name} is not verified: its code needs CUDA.")
-        is_cut = layout.cp > 1 or layout.options.get("sequence_parallel", False)
         if value == "sinkhorn" and is_cut:
             raise ValueError(
                 f"{name}=sinkhorn is not verified under cp or sequence parallelism: each rank "
@@ -266,7 +266,7 @@ class _Job:
             keys = {finding.key for finding in wrong}
             smallest_layout, needed = self._smallest(layout, keys)
             return replace(report, smallest=smallest_layout, needed=needed)
-        worthless = self._worthless(layout)
+        worthless = self.reference(layout).worthless()
         if worthless:
             return replace(report, refused=worthless)
         not_covered = [*report.not_covered]
@@ -322,16 +322,6 @@ class _Job:
             computed.tensors.clear()
         return ranks, differing
 
-    def _worthless(self, layout: Layout) -> str:
-        """Why agreement in this layout would say nothing; "" if it does say something."""
-        reference = self.reference(layout)
-        names = reference.unmoved()
-        if names:
-            return f"the step did not change {few(names)}, which has a gradient"
-        if not any(map(reference.has_gradient, reference.initial)):
-            return "no parameter has a gradient"
-        return ""
-
     def _idle_options(self, layout: Layout, ranks: Sequence[Computed]) -> list[str]:
         """Options of several ranks without which these were not seen to call other collectives."""
         calls = [computed.calls for computed in ranks]
@@ -366,12 +356,12 @@ class _Job:
 
         Each call site is left out on one of its ranks; where nothing differs, on another one.
         """
-        ranks_of: dict[str, list[int]] = {}
+        ranks_of = defaultdict(list)
         one_way: set[str] = set()
         for rank, computed in enumerate(ranks):
             one_way |= computed.one_way
             for site in {call.site for call in computed.calls}:
-                ranks_of.setdefault(site, []).append(rank)
+                ranks_of[site].append(rank)
         if seconds:
             say(f"{layout} agrees: are lost results of {len(ranks_of)} collectives seen?")
         end = time.monotonic() + seconds

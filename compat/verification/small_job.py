@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from compat.verification.arguments import BY_HAND
 from compat.verification.gpt import LATENT, small_gpt, uneven_batch
-from compat.verification.layout import INSTANCES, LOSS_PER_TOKEN, MIXED_PRECISION, SIZES, Layout
+from compat.verification.layout import (
+    INSTANCES,
+    LOSS_PER_TOKEN,
+    MIXED_PRECISION,
+    SIZES,
+    Layout,
+    matches,
+)
 from compat.verification.script import Script
 from compat.verification.step import Task
 from compat.verification.structure import (
@@ -31,35 +38,87 @@ _DEPTH = "layers of a stage"
 _TOP_K = "top-k of the router"
 # Fields of TransformerConfig that the small model sets itself.
 SHAPE = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("*ffn_hidden_size", "num_moe_experts", "moe_shared_expert_intermediate_size"),
-    *("num_layers_in_*_pipeline_stage", "seq_length", *SIZES.values()),
-    *("microbatch_group_size_per_vp_stage", "*_num_weight_shards", "multi_latent_attention"),
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "*ffn_hidden_size",
+    "num_moe_experts",
+    "moe_shared_expert_intermediate_size",
+    "num_layers_in_*_pipeline_stage",
+    "seq_length",
+    *SIZES.values(),
+    "microbatch_group_size_per_vp_stage",
+    "*_num_weight_shards",
+    "multi_latent_attention",
 )
 # Fields that change how fast something is computed, or how precisely, and not what.
 _HOW = (
-    *("*_dtype", "bf16", "fp16", "fp4*", "fp8*", "*init_method*", "perform_initialization"),
-    *("*fusion*", "persist_layer_norm", "transformer_impl", "*cuda*", "attention_backend"),
-    *("tp_comm_*", "*p2p*", "deallocate_*", "*offload*"),
-    *("inference_*", "config_logger_dir", "*_func", "symmetric_ar_type", "use_te_*", "timers"),
-    *("moe_grouped_gemm", "moe_enable_deepep", "cp_comm_type"),
-    *("memory_efficient_layer_norm", "barrier_with_L1_time", "use_ring_exchange_p2p"),
-    *("moe_*_backend", "moe_flex*", "moe_deepep*", "moe_hybridep*", "variable_seq_lengths"),
-    *("external_cuda_graph", "flash_decode", "batch_invariant_mode", "disable_parameter_*"),
-    *("enable_autocast", "use_kitchen*", "*_sync_func"),
-    *("attention_softmax_in_fp32", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+    "*_dtype",
+    "bf16",
+    "fp16",
+    "fp4*",
+    "fp8*",
+    "*init_method*",
+    "perform_initialization",
+    "*fusion*",
+    "persist_layer_norm",
+    "transformer_impl",
+    "*cuda*",
+    "attention_backend",
+    "tp_comm_*",
+    "*p2p*",
+    "deallocate_*",
+    "*offload*",
+    "inference_*",
+    "config_logger_dir",
+    "*_func",
+    "symmetric_ar_type",
+    "use_te_*",
+    "timers",
+    "moe_grouped_gemm",
+    "moe_enable_deepep",
+    "cp_comm_type",
+    "memory_efficient_layer_norm",
+    "barrier_with_L1_time",
+    "use_ring_exchange_p2p",
+    "moe_*_backend",
+    "moe_flex*",
+    "moe_deepep*",
+    "moe_hybridep*",
+    "variable_seq_lengths",
+    "external_cuda_graph",
+    "flash_decode",
+    "batch_invariant_mode",
+    "disable_parameter_*",
+    "enable_autocast",
+    "use_kitchen*",
+    "*_sync_func",
+    "attention_softmax_in_fp32",
+    "defer_embedding_wgrad_compute",
+    "wgrad_deferral_limit",
     "delay_wgrad_compute",
 )
 # Fields that a small model on a CPU leaves out though they change the result.
 _LEFT_OUT = (
-    *("*dropout*", "*capacity_factor*", "moe_pad_expert*", "hetero*", "mamba_*"),
-    *("experimental_attention*", "linear_*", "pipeline_model_parallel_layout"),
+    "*dropout*",
+    "*capacity_factor*",
+    "moe_pad_expert*",
+    "hetero*",
+    "mamba_*",
+    "experimental_attention*",
+    "linear_*",
+    "pipeline_model_parallel_layout",
     "moe_router_dtype",
 )
 # Arguments that set fields of DistributedDataParallelConfig, or how the job starts.
 _SAME_NAME = (
-    *("data_parallel_random_init", "overlap_grad_reduce", "overlap_param_gather"),
-    *("use_distributed_optimizer", *MIXED_PRECISION),
+    "data_parallel_random_init",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_distributed_optimizer",
+    *MIXED_PRECISION,
 )
 FIELD_OF = {
     **{name: name for name in _SAME_NAME},
@@ -68,11 +127,6 @@ FIELD_OF = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-# The embedding on the first stage, or the loss on the last, counts as a layer.
-_IN_PLACE_OF_LAYERS = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 _OF_HYBRID_MODELS = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _BUCKET_SIZE = 10_000  # parameters: several buckets for each small chunk
 # Sizes that are smaller in the small model, if the job has them.
@@ -117,9 +171,9 @@ def small_job(
         "position_embedding_type": args.position_embedding_type,
         "rotary_percent": args.rotary_percent,
         "rotary_base": args.rotary_base,
-        "rope_scaling": getattr(args, "use_rope_scaling", False),
-        "rope_scaling_factor": getattr(args, "rope_scaling_factor", 8.0),
-        "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
+        "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
     }
     build = partial(small_gpt, seq_length=length, vocab=vocab, sizes=sizes, model=model)
     dims = {name: getattr(layout, name) for name in DIMS_TOLD_APART}
@@ -139,8 +193,12 @@ def small_job(
     top_k = args.config.moe_router_topk if args.config.num_moe_experts else 1
     of_job = {**job_sizes(args), _TOP_K: top_k}
     of_job[_DEPTH] = args.config.num_layers // of_job["pp"]
-    of_small = {**dims, _DEPTH: sizes["num_layers"] // layout.pp}
-    of_small |= {INSTANCES: options.get(INSTANCES, 1), _TOP_K: top_k}
+    of_small = {
+        **dims,
+        _DEPTH: sizes["num_layers"] // layout.pp,
+        INSTANCES: options.get(INSTANCES, 1),
+        _TOP_K: top_k,
+    }
     equal = equal_sizes(of_job, of_small, of_small)
     if equal:
         changed.append(
@@ -157,10 +215,7 @@ def small_job(
 
 def _unlike(least: int, sizes: Iterable[int], step: int = 1) -> int:
     """The first of ``least``, ``least + step`` ... that none of the ``sizes`` is."""
-    size = least
-    while size in sizes:
-        size += step
-    return size
+    return next(size for size in count(least, step) if size not in sizes)
 
 
 def _length(layout: Layout) -> int:
@@ -187,9 +242,10 @@ def _sizes(args: Any, layout: Layout) -> dict[str, Any]:
     if layout.vp:
         chunks = config.pipeline_model_parallel_size * config.virtual_pipeline_model_parallel_size
         num_layers = layout.pp * layout.vp * min(2, max(1, config.num_layers // chunks))
-    for name in _IN_PLACE_OF_LAYERS:
-        if layout.pp > 1 and getattr(config, name, False):
-            num_layers -= 1
+    if layout.pp > 1:
+        # The embedding on the first stage, or the loss on the last, counts as a layer.
+        num_layers -= config.account_for_embedding_in_pipeline_split
+        num_layers -= config.account_for_loss_in_pipeline_split
     return {
         "num_layers": num_layers,
         "hidden_size": heads * _HEAD,
@@ -243,11 +299,6 @@ def _split_pipeline_unevenly(
             sizes["num_layers"] -= chunks
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name is one of ``patterns``, which may have asterisks."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, Any]:
     """Fields of the configurations that the arguments set, if they change what is computed."""
     from megatron.core.transformer import TransformerConfig
@@ -258,23 +309,22 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         value = getattr(args.config, field.name)
         if value in (None, field.default) or matches(field.name, SHAPE):
             continue
-        is_plain = isinstance(value, bool | int | float | str)
+        is_plain = isinstance(value, int | float | str)
         is_function = field.name in ("activation_func", "window_attn_skip_freq")
         # The fused loss that is not Transformer Engine's has collectives of its own.
         is_fused_loss = field.name == "cross_entropy_loss_fusion" and (
             args.cross_entropy_fusion_impl == "native"
         )
+        is_left_out = value == "flex" or matches(field.name, _LEFT_OUT)
         if field.name == "window_size":
             options[field.name] = (4, 0)
         elif field.name in _AT_MOST:
             options[field.name] = min(value, _AT_MOST[field.name])
         elif field.name == "moe_layer_freq" and not is_plain:
             continue  # a pattern: the small model has the part of it that its layers need
-        elif value == "flex":
-            left_out.append(f"{field.name}={value}")
         elif matches(field.name, _HOW) and not is_function and not is_fused_loss:
             continue
-        elif is_function or (is_plain and not matches(field.name, _LEFT_OUT)):
+        elif is_function or (is_plain and not is_left_out):
             options[field.name] = value
         elif value:
             left_out.append(f"{field.name}={value}")
@@ -283,12 +333,9 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         if args.q_lora_rank is None:
             options["q_lora_rank"] = None
     for name, field_name in FIELD_OF.items():
-        value = getattr(args, name, None)
-        if value is True:
+        if getattr(args, name, None) is True:
             options[field_name] = True
-        elif name == "ddp_bucket_size" and value:
-            options[field_name] = _BUCKET_SIZE
-    if options.get("overlap_grad_reduce"):
+    if getattr(args, "ddp_bucket_size", None) or options.get("overlap_grad_reduce"):
         options["bucket_size"] = _BUCKET_SIZE
     if args.optimizer != "adam":
         left_out.append(f"optimizer={args.optimizer}")

@@ -35,8 +35,6 @@ Build: TypeAlias = Callable[..., Any]
 Loss: TypeAlias = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 SEED = 1234
 RANDOM_INIT = "data_parallel_random_init"
-# Fields that the configurations of data parallelism and of the optimizer have in common.
-_SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather")
 _DROPOUT = 0.1
 
 
@@ -61,7 +59,6 @@ class Weight(NamedTuple):
 
     place: Place
     digest: str
-    numel: int
     norm: float
     is_constant: bool
 
@@ -200,16 +197,18 @@ def _take_steps(
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    left_out = variant.left_out if variant.leaving_out == dist.get_rank() else ""
+    left_out = ""
+    if variant.leaving_out == dist.get_rank():
+        left_out = variant.left_out
     watched = watch(left_out)
     _seed(layout, state)
     chunks = _build(task, layout, state)
     config = chunks[0].config
-    group = state.get_tensor_model_parallel_group()
-    computed = Computed(tensor_parallel_ranks=tuple(dist.get_process_group_ranks(group)))
-    ddp_fields = {"grad_reduce_in_fp32": True}
-    ddp_fields |= layout.fields_of(DistributedDataParallelConfig)
-    ddp = DistributedDataParallelConfig(**ddp_fields)
+    tensor_parallel_group = state.get_tensor_model_parallel_group()
+    tensor_parallel_ranks = dist.get_process_group_ranks(tensor_parallel_group)
+    computed = Computed(tensor_parallel_ranks=tuple(tensor_parallel_ranks))
+    ddp_fields = layout.fields_of(DistributedDataParallelConfig)
+    ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **ddp_fields})
     model = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
@@ -224,10 +223,10 @@ def _take_steps(
 
     # With so large an eps Adam's step is linear in the gradient: rounding flips no sign of it.
     settings = {"lr": 1.0, "adam_eps": 1.0, "clip_grad": 1e9, "weight_decay": 0.1}
-    settings |= {name: getattr(ddp, name) for name in _SHARED_FIELDS}
-    settings |= layout.fields_of(OptimizerConfig)
+    optimizer_config = OptimizerConfig(**{**settings, **layout.fields_of(OptimizerConfig)})
+    # The data stays float32: the copies that the optimizer makes are what is verified.
     parameters_say([said for name, said in MIXED_PRECISION.items() if name in layout.options])
-    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
+    optimizer = get_megatron_optimizer(optimizer_config, model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if ddp.overlap_grad_reduce:
@@ -237,18 +236,20 @@ def _take_steps(
     if ddp.overlap_param_gather and layout.vp:
         config.param_sync_func = _of_chunks([chunk.start_param_sync for chunk in model])
 
-    # Each data-parallel rank takes whole micro batches, in turn.
-    numbers = list(range(state.get_data_parallel_rank(), len(task.batch), layout.dp))
+    # Each data-parallel rank takes whole micro batches, in turn: of 8 on 2 ranks 0 2 4 6, 1 3 5 7.
+    first = state.get_data_parallel_rank()
+    numbers = list(range(first, len(task.batch), layout.dp))
     if variant.backwards:
         numbers.reverse()
     for step in range(1, variant.steps + 1):
         if step > 1:
-            # The first step leaves gradients as they are, to compare the norm.
+            # The first step leaves gradients as they are, to compare the norm; this one clips them.
             norm, _ = computed.norms[1, NORM]
             for part in getattr(optimizer, "chained_optimizers", [optimizer]):
                 part.config.clip_grad = norm / 2
         with _recorded_draws(computed.draws):
             _step(step, task, layout, computed, chunks, model, optimizer, numbers, state)
+        # Of one step: where an option is left out to compare them, no more are run.
         if step == 1:
             computed.calls = watched.calls.copy()
     if variant.steps > 1:
@@ -306,15 +307,13 @@ def _step(
     samples, length = task.shape
     weights_before = {piece.place: piece.value for piece in _pieces(chunks)}
     # Of the last stage: parts of one tensor that has a number for each micro batch.
-    losses: list[Piece] = []
-    tokens: list[Piece] = []
+    sums: dict[str, list[Piece]] = {"loss": [], "tokens": []}
 
-    def run(losses: list[Piece], tokens: list[Piece], forward_only: bool) -> None:
-        # Each chunk of an interleaved pipeline takes the micro batches by itself.
-        micro_batches = [iter(numbers) for _ in model]
+    def run(sums: dict[str, list[Piece]], forward_only: bool) -> None:
         get_forward_backward_func()(
-            forward_step_func=_forward_step(task, layout, chunks[0].config, losses, tokens, state),
-            data_iterator=_of_chunks(micro_batches),
+            forward_step_func=_forward_step(task, layout, chunks[0].config, sums, state),
+            # Each chunk of an interleaved pipeline takes the micro batches by itself.
+            data_iterator=[iter(numbers) for _ in model],
             model=list(model),
             num_microbatches=len(numbers),
             seq_length=length,
@@ -322,10 +321,12 @@ def _step(
             forward_only=forward_only,
         )
 
-    run(losses, tokens, forward_only=False)
-    for part in (*losses, *tokens):
-        # Each cp rank has summed over its own part of a sample.
-        dist.all_reduce(part.value, group=state.get_context_parallel_group())
+    run(sums, forward_only=False)
+    for quantity, parts in sums.items():
+        computed.tensors[step, quantity] = parts
+        for part in parts:
+            # Each cp rank has summed over its own part of a sample.
+            dist.all_reduce(part.value, group=state.get_context_parallel_group())
     with _whole_gradients(model):
         gradients = _gradients(chunks, optimizer)
     _, norm, _ = optimizer.step()
@@ -334,12 +335,10 @@ def _step(
         # megatron-core gathers parameters in the hooks of the next forward pass. Gathered here
         # instead, a hook that gathers nothing would not be seen.
         with torch.no_grad():
-            run([], [], forward_only=True)
+            run({"loss": [], "tokens": []}, forward_only=True)
     updates = [
         piece._replace(value=piece.value - weights_before[piece.place]) for piece in _pieces(chunks)
     ]
-    computed.tensors[step, "loss"] = losses
-    computed.tensors[step, "tokens"] = tokens
     computed.tensors[step, "gradient"] = gradients
     computed.tensors[step, "update"] = updates
     computed.tensors[step, "buffer"] = _pieces(chunks, of_buffers=True)
@@ -370,7 +369,6 @@ def _weight(piece: Piece) -> Weight:
     return Weight(
         piece.place,
         digest(value),
-        value.numel(),
         norm=float(value.norm()),
         # The weight of a norm is the same number everywhere.
         is_constant=bool(value.min() == value.max()),
@@ -380,6 +378,7 @@ def _weight(piece: Piece) -> Weight:
 def _gradients(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
     """Copies of all gradients, as the optimizer takes them: without the scale of the loss."""
     weights: dict[Any, torch.Tensor] = {}
+    # In the place of the weight, a gradient gets its name and its part of the whole tensor.
     for parameter in _parameters(chunks):
         weights.setdefault(parameter, parameter.data)  # chunks may share it
         # Where megatron-core's data parallelism keeps it; NaN without any.
@@ -445,8 +444,11 @@ def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
     """The chunks of this rank's stage."""
     from megatron.core.enums import ModelType
 
+    stages: Sequence[int | None] = [None]  # the one stage of a rank has no number
+    if layout.vp:
+        stages = range(layout.vp)
     chunks = []
-    for stage in range(layout.vp) if layout.vp else [None]:
+    for stage in stages:
         chunk = task.build(
             layout,
             pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -455,6 +457,7 @@ def _build(task: Task, layout: Layout, state: Any) -> list[Any]:
         )
         if not hasattr(chunk, "config"):
             raise TypeError(f"build() must give a model of megatron-core, got {chunk!r:.80}")
+        # Schedules ask for it; Megatron's training sets it, and a model of the user's may lack it.
         if getattr(chunk, "model_type", None) is None:
             chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk)
@@ -465,24 +468,24 @@ def _forward_step(
     task: Task,
     layout: Layout,
     config: Any,
-    losses: list[Piece],
-    tokens: list[Piece],
+    sums: Mapping[str, list[Piece]],
     state: Any,
 ) -> Callable[..., Any]:
     if task.script is not None:
         forward = task.script(config, layout, task.batch)
     else:
-        forward = partial(_forward, task, config, state.get_context_parallel_rank(), layout.cp)
+        forward = partial(_forward, task, state.get_context_parallel_rank(), layout.cp)
 
     def step(numbers: Iterator[int], model: Any) -> tuple[Any, Any]:
         number = next(numbers)
         output, loss = forward(number, model)
 
         def recorded(output: torch.Tensor) -> tuple[Any, ...]:
+            # Megatron's own gives what is logged, too.
             total, count, *_ = loss(output)
             where = ((number, number + 1),)
-            losses.append(Piece("", where, total.detach().clone().view(1)))
-            tokens.append(Piece("", where, count.detach().clone().view(1)))
+            for quantity, value in (("loss", total), ("tokens", count)):
+                sums[quantity].append(Piece("", where, value.detach().clone().view(1)))
             return total, count.to(torch.int), {}
 
         return output, recorded
@@ -490,17 +493,11 @@ def _forward_step(
     return step
 
 
-def _forward(
-    task: Task, config: Any, cp_rank: int, cp_size: int, number: int, model: Any
-) -> tuple[Any, Any]:
+def _forward(task: Task, cp_rank: int, cp_size: int, number: int, model: Any) -> tuple[Any, Any]:
     """The output for this rank's part of a micro batch, and the function of its loss."""
     batch = task.batch[number]
     part = {name: _of_cp_rank(value, cp_rank, cp_size) for name, value in batch.items()}
-    inputs = dict(part)
-    # Only layers that predict further tokens take the mask in the model.
-    if not getattr(config, "mtp_num_layers", None):
-        inputs.pop("loss_mask", None)
-    output = model(**taken(model.module.forward, inputs))
+    output = model(**taken(model.module.forward, part))
     loss = task.loss or masked_sum
     return output, lambda output: loss(output, part)
 
@@ -539,8 +536,10 @@ def _whole_gradients(model: Iterable[Any]) -> Iterator[None]:
             for bucket in buckets.buckets:
                 gradients = bucket.grad_data.clone()
                 partial_gradients.append((bucket.grad_data, gradients))
+                # Each rank has reduced the part that its place in the group says.
                 parts = list(bucket.grad_data.chunk(group.size()))
-                dist.all_gather(parts, gradients.chunk(group.size())[group.rank()], group=group)
+                own_part = gradients.chunk(group.size())[group.rank()]
+                dist.all_gather(parts, own_part, group=group)
     try:
         yield
     finally:
@@ -566,7 +565,9 @@ def _load(chunk: Any, whole: Mapping[str, torch.Tensor]) -> None:
 def _shards(chunk: Any, of_buffers: bool = False) -> Iterator[Piece]:
     """Views of the chunk's parameters, or buffers, with their places in whole tensors."""
     tensors = chunk.buffers() if of_buffers else chunk.parameters()
+    # A state dict has other entries too, such as what layers save beside their weights.
     storages = set(map(_storage, tensors))
+    # Each layer under its own number: layers need not be alike.
     state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     yield from _walk(state, storages)
 

@@ -43,23 +43,28 @@ def small_layout(args: Any, keep: Iterable[str], notes: list[str]) -> Layout:
     members_in_job = _members(job, has_experts, order)
     candidates = []
     groups = getattr(args, "num_query_groups", None) or job["tp"]
-    for sizes in _candidates(job, keep, has_experts, groups):
+    for sizes in _candidates(job, keep, groups):
         try:
             members = _members(sizes, has_experts, order)
         except (AssertionError, RuntimeError):  # as Megatron refuses sizes
             continue
         lost = _lost(members_in_job, members)
-        if job["pp"] >= _MANY > sizes["pp"]:
-            lost[_NO_MIDDLE].append("pp")
         # The fewest of the worst losses, then of equal sizes; the fewest ranks; the least ep.
-        equal = len(equal_sizes(job, sizes, DIMS_TOLD_APART))
-        distance = (*map(len, lost.values()), equal, _ranks(sizes), sizes["ep"])
+        distance = [
+            *map(len, lost.values()),
+            len(equal_sizes(job, sizes, DIMS_TOLD_APART)),
+            _ranks(sizes),
+            sizes["ep"],
+        ]
         candidates.append((distance, sizes, lost))
     if not candidates:
         raise ValueError(f"with {' '.join(keep)} kept, no layout has at most {MAX_RANKS} ranks.")
     _, sizes, lost = min(candidates, key=itemgetter(0))
 
-    cut = [f"{name} {job[name]} -> {size}" for name, size in sizes.items() if job[name] != size]
+    cut = []
+    for name, size in sizes.items():
+        if job[name] != size:
+            cut.append(f"{name} {job[name]} -> {size}")
     if cut:
         notes.append(f"dims are smaller: {', '.join(cut)}")
         for loss, names in lost.items():
@@ -84,25 +89,23 @@ def equal_sizes(
     """The pairs of names, "cp and dp", that have one size in the small job alone."""
     equal = []
     for first, second in combinations(names, 2):
-        if small[first] == small[second] > 1 and job[first] != job[second]:
+        # A size of 1 is of a dim that nobody splits: its code does not run.
+        are_equal = small[first] == small[second] > 1
+        if are_equal and job[first] != job[second]:
             equal.append(f"{first} and {second}")
     return equal
 
 
 def job_sizes(args: Any) -> dict[str, int]:
+    """The sizes of Megatron's arguments, which are None or absent where nothing was asked for."""
     sizes = {short: getattr(args, name, None) or 1 for short, name in SIZES.items()}
-    sizes["dp"] = args.world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
+    # The rest of the world is data-parallel.
+    model_size = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    sizes["dp"] = args.world_size // model_size
     sizes[INSTANCES] = getattr(args, INSTANCES, None) or 1
     # etp is tp unless given.
     if not getattr(args, SIZES["etp"], None):
         sizes["etp"] = sizes["tp"]
-    # Without experts nobody uses the expert groups.
-    if args.num_experts is None:
-        sizes["ep"] = 1
-        sizes["etp"] = sizes["tp"]
-        # With dp after pp, megatron-core asks for equal data-parallel sizes even so.
-        if getattr(args, "use_tp_pp_dp_mapping", False):
-            sizes["etp"] = sizes["tp"] * sizes["cp"]
     return sizes
 
 
@@ -111,7 +114,7 @@ def _ranks(sizes: Mapping[str, int]) -> int:
 
 
 def _candidates(
-    job: Mapping[str, int], keep: Iterable[str], has_experts: bool, query_groups: int
+    job: Mapping[str, int], keep: Iterable[str], query_groups: int
 ) -> Iterator[dict[str, int]]:
     """Smaller layouts on at most 16 ranks, of which Megatron may refuse some."""
     choices = {}
@@ -123,8 +126,9 @@ def _candidates(
         choices["tp"] = [size for size in choices["tp"] if size % 2 == 0]
     choices |= {name: [job[name]] for name in keep}
     splits_experts_alike = job["etp"] == job["tp"]
-    if splits_experts_alike or not has_experts:
-        choices["etp"] = [1]  # follows from other sizes
+    if splits_experts_alike:
+        choices["etp"] = [1]  # follows from tp
+    # Most of them need more ranks than this machine gets.
     for values in product(*choices.values()):
         sizes = dict(zip(choices, values, strict=True))
         if _ranks(sizes) > MAX_RANKS:
@@ -133,8 +137,6 @@ def _candidates(
             sizes["vp"] = 1
         if splits_experts_alike:
             sizes["etp"] = sizes["tp"]
-        elif not has_experts:
-            sizes["etp"] = sizes["tp"] * sizes["cp"]
         yield sizes
 
 
@@ -154,8 +156,12 @@ def _members(sizes: Mapping[str, int], has_experts: bool, order: str) -> dict[st
     for row, ranks in PlannedRows(request).plan.groups_of(0):
         is_expert = row.layout.startswith("expert")
         # The groups of the pipeline's ends have the same dims as the pipeline.
-        if row.pick != "all" or (is_expert and not has_experts):
+        is_of_ends = row.pick != "all"
+        # Without experts these groups exist, and nobody uses them.
+        is_unused = is_expert and not has_experts
+        if is_of_ends or is_unused:
             continue
+        # A dim of some releases, whose size is 1 here.
         dim_names = [dim for dim in row.dims if dim != "gtp_remat"]
         if is_expert:
             dim_names.insert(0, "expert")
@@ -171,6 +177,8 @@ def _lost(job: Mapping[str, int], small: Mapping[str, int]) -> dict[str, list[st
     lost: dict[str, list[str]] = {loss: [] for loss in _LOSSES}
     for name, size in job.items():
         small_size = small.get(name, 1)
+        if name == "pp" and small_size < _MANY <= size:
+            lost[_NO_MIDDLE].append(name)
         if small_size == 1 < size:
             lost[_ALONE].append(name)
         elif size < min(small_size, _MANY):

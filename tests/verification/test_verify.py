@@ -24,7 +24,7 @@ from compat.verification.on_cpu import REPLACED
 from compat.verification.ranks import Refused, in_child, on_ranks
 from compat.verification.search import _Job
 from compat.verification.small_job import _length, _split_pipeline_unevenly, small_job
-from compat.verification.step import Task
+from compat.verification.step import Task, masked_sum
 from compat.verification.structure import small_layout
 from tests.support import ROOT, stock, table, warm
 from tests.verification.layouts import AUX, EXPERTS, KNOWN, SHARDED, TOKENS
@@ -349,6 +349,31 @@ def test_every_kind_of_collective_that_is_left_out_gives_the_ranks_own_input():
     }
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_parts_of_unequal_sizes_are_gathered_and_summed(async_op):
+    """Ranks 0 and 1 have one and two numbers, as experts do of tokens."""
+
+    def exchanged(rank):
+        dist = torch.distributed
+        group = dist.group.WORLD
+        parts = [torch.zeros(1), torch.zeros(2)]
+        own = torch.full((rank + 1,), rank + 5.0)
+        # As megatron-core's layer-wise optimizer gathers.
+        dist.all_gather(parts, own, group=group, async_op=async_op)
+        dist.reduce_scatter(own, [part + rank for part in parts], group=group)
+        return [part.tolist() for part in parts], own.tolist()
+
+    of_rank_0, of_rank_1 = in_child(lambda: on_ranks(2, exchanged, 60))
+    assert of_rank_0 == ([[5], [6, 6]], [11])
+    assert of_rank_1 == ([[5], [6, 6]], [13, 13])
+
+
+@pytest.mark.parametrize("micro_batch", [{}, {"loss_mask": None}])
+def test_without_a_loss_mask_all_tokens_count(micro_batch):
+    total, count = masked_sum(torch.full((2, 3), 2.0), micro_batch)
+    assert (total, count) == (12, 6)
+
+
 def _no_loss(output, micro_batch):
     return output.sum() * 0, micro_batch["loss_mask"].sum()
 
@@ -465,6 +490,8 @@ def _small_job_of_experts(topk=2, **more):
     args = {"num_experts": 8, "world_size": 8, "optimizer": "adam"}
     args |= {"pipeline_model_parallel_size": 4, "untie_embeddings_and_output_weights": True}
     args |= {"position_embedding_type": "rope", "rotary_percent": 1.0, "rotary_base": 10000}
+    args |= {"use_rope_scaling": False, "rope_scaling_factor": 8.0}
+    args["rotary_seq_len_interpolation_factor"] = None
     args |= more
 
     def made_small():
@@ -527,6 +554,9 @@ def validate_args(args):
     args.position_embedding_type = "rope"
     args.rotary_percent = 1.0
     args.rotary_base = 10000
+    args.use_rope_scaling = False
+    args.rope_scaling_factor = 8.0
+    args.rotary_seq_len_interpolation_factor = None
 
 def core_transformer_config_from_args(args):
     return TransformerConfig(
