@@ -86,7 +86,6 @@ class Log:
             data = {
                 "schema": SCHEMA,
                 "rank": self._rank,
-                "process": self.process,
                 "release": ".".join(map(str, RELEASE)),
                 "sites": [site for _, site in [*self._sites.values()]],
                 "problems": [*self._problems.values()],

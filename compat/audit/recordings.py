@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from hypergrid.files import FileError, bytes_of, decoded
 
@@ -37,9 +37,8 @@ class _Wrong(TypedDict):
 class _Process(TypedDict):
     """A rank's file."""
 
-    schema: int
+    schema: Literal[1]  # SCHEMA
     rank: int
-    process: int
     release: str
     sites: list[_Use]
     problems: list[_Wrong]
@@ -77,16 +76,6 @@ class Problem:
 
 
 @dataclass
-class FileReads:
-    """One file's row."""
-
-    file: str
-    reads: int = 0
-    sites: int = 0
-    names: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
 class Audit:
     """The recording of all ranks."""
 
@@ -94,23 +83,19 @@ class Audit:
     problems: list[Problem]
     ranks: list[int]
     releases: list[str]
-    unread: list[str]
-    processes: int
 
     @property
     def reads(self) -> int:
         """All reads and writes."""
         return sum(site.count for site in self.sites)
 
-    def files(self) -> list[FileReads]:
-        """The table: a row for each file, the most reads first."""
-        row_of_file: dict[str, FileReads] = {}
+    def names_by_file(self) -> list[tuple[str, Counter[str]]]:
+        """How often each file used which name, the file with the most reads first."""
+        names_of_file: dict[str, Counter[str]] = {}
         for site in self.sites:
-            row = row_of_file.setdefault(site.file, FileReads(site.file))
-            row.reads += site.count
-            row.sites += 1
-            row.names[site.name] += site.count
-        return sorted(row_of_file.values(), key=lambda row: row.reads, reverse=True)
+            names = names_of_file.setdefault(site.file, Counter())
+            names[site.name] += site.count
+        return sorted(names_of_file.items(), key=lambda item: item[1].total(), reverse=True)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON."""
@@ -126,39 +111,22 @@ class Audit:
 def read(directory: Path) -> Audit:
     """Merge the files of all ranks in ``directory``. *Local*; loads no torch.
 
-    Raises FileError if there is none, OSError if the directory cannot be read. A file that is
-    broken is named in ``unread``.
+    Raises FileError if there is none, or one that is broken; OSError if the directory cannot be
+    read.
     """
-    unread: list[str] = []
-    processes: list[_Process] = []
-    for path in sorted(directory.iterdir()):
-        # A file that is being written has another suffix.
-        if not path.name.startswith("reads.") or path.suffix != ".json":
-            continue
-        try:
-            process = decoded(bytes_of(path), _Process, path.name)
-        except (FileError, OSError) as error:
-            unread.append(str(error))
-            continue
-        if process["schema"] == SCHEMA:
-            processes.append(process)
-        else:
-            unread.append(f"{path.name} has schema {process['schema']}, this reads {SCHEMA}.")
-    if not processes:
-        message = (
+    # A file that is being written has another suffix.
+    paths = [path for path in directory.iterdir() if path.match("reads.*.json")]
+    if not paths:
+        raise FileError(
             f"{directory} has no recording of a rank (reads.RANK.*.json): run the job with "
             f"HYPERGRID_AUDIT={directory}."
         )
-        raise FileError(" ".join([message, *unread[:3]]))
-    # A rank that started again has left a file for each of its processes.
-    process_ids = {(process["rank"], process["process"]) for process in processes}
+    processes = [decoded(bytes_of(path), _Process, path.name) for path in sorted(paths)]
     return Audit(
         sites=_merged_sites(processes),
         problems=_merged_problems(processes),
         ranks=sorted({process["rank"] for process in processes}),
         releases=sorted({process["release"] for process in processes}),
-        unread=unread,
-        processes=len(process_ids),
     )
 
 
