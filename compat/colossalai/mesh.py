@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from math import prod
 from typing import Any, Literal, TypeAlias
 
@@ -51,9 +50,6 @@ class ProcessGroupMesh:
                 f"ProcessGroupMesh{size} needs torch.distributed: call "
                 f"torch.distributed.init_process_group() first."
             )
-        # ColossalAI's product of no sizes raises the same.
-        if not size:
-            raise TypeError("ProcessGroupMesh() needs the size of at least one axis.")
         world_size = dist.get_world_size()
         if prod(size) != world_size:
             raise AssertionError(
@@ -64,29 +60,21 @@ class ProcessGroupMesh:
         # The layout's first dim is the fastest, and it is the mesh's last axis.
         layout = RankLayout(tuple(dims[::-1]), size[::-1])
         self.grid = HyperCommGrid.over(layout)
-        self._shape: Coordinate = layout.sizes[::-1]
-        self._rank = dist.get_rank()
-        self._coord = self.unravel(self._rank, self._shape)
+        self.shape: Coordinate = layout.sizes[::-1]
+        """The size of each axis."""
+        self.rank = dist.get_rank()
+        """The global rank of this process."""
+        self._coord = self.unravel(self.rank, self.shape)
         self._groups = UniqueGroups(self.grid, repr(self))
 
     def __repr__(self) -> str:
-        return f"ProcessGroupMesh{self._shape} (rank {self._rank} at {self._coord})"
-
-    @property
-    def shape(self) -> Coordinate:
-        """The size of each axis."""
-        return self._shape
-
-    @property
-    def rank(self) -> int:
-        """The global rank of this process."""
-        return self._rank
+        return f"ProcessGroupMesh{self.shape} (rank {self.rank} at {self._coord})"
 
     def size(self, dim: int | None = None) -> int | Coordinate:
         """The size of one axis, or of each."""
         if dim is None:
-            return self._shape
-        return self._shape[dim]
+            return self.shape
+        return self.shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
         """The coordinate of this rank on one axis, or on each."""
@@ -139,13 +127,13 @@ class ProcessGroupMesh:
     ) -> ProcessGroup:
         """Create the groups along an axis, or over several; returns the group of this rank.
 
-        *Collective* over the mesh, also if all groups exist. If every group that is asked for
-        exists, also over other axes and indices, nothing is created, and ranks may give different
-        arguments. Otherwise their arguments must be equal.
+        *Collective* over the mesh. If every group that is asked for exists, also over other axes
+        and indices, it is *local*: nothing is created, and ranks may give different arguments.
+        Otherwise their arguments must be equal.
 
         Raises IndexError on an axis that does not exist, ValueError on no indices, on one that
-        does not exist or on a repeat, both after the other ranks were told, or after a minute;
-        AgreementError if ranks gave different arguments and not all of their groups exist;
+        does not exist or on a repeat, both after the other ranks were told, or after ten seconds;
+        AgreementError if ranks gave different arguments, or one does not come;
         CreationError if a group could not be created, and then no rank keeps one.
 
         Parameters
@@ -163,19 +151,29 @@ class ProcessGroupMesh:
             ``torch.distributed.GroupMember.NON_GROUP_MEMBER`` if this rank is at none of the
             indices. (ColossalAI returns None the first time, which means the world to torch.)
         """
-        return self._group(axis, indices_at_axis, backend, collective=True)
+        layout = self.grid.layout
+        with telling_others(lambda: layout.ranks):
+            indices_of_axis = self._indices(axis, indices_at_axis)
+        backend = plain_backend(backend)
+        lists = self._ranks(indices_of_axis)
+        dims = [f"axis{axis}" for axis in indices_of_axis]
+        is_whole = len(lists[0]) == layout.dim_size(dims)
+        # Of other ranks' groups too: with equal arguments all ranks lack one, or none does.
+        if self._groups.missing(lists, backend):
+            # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
+            label = "-".join(dims) or "alone"
+            if not is_whole:
+                label += f" at {list(indices_of_axis.values())}"
+            if backend:
+                label += f"/{backend}"
+            self._groups.create({label: lists}, backend, {"mesh": self.shape, "group": label})
+        group = self._groups.own(lists, backend)
+        # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
+        if dims and backend is None and is_whole:
+            self.grid.hold(dims, group)
+        return group
 
-    def get_group_along_axis(
-        self,
-        axis: Axes,
-        indices_at_axis: Indices | None = None,
-        backend: str | None = None,
-    ) -> ProcessGroup:
-        """Return the groups along axes, as ``create_group_along_axis``; *local* if all exist.
-
-        With equal arguments it is local on all ranks or on none.
-        """
-        return self._group(axis, indices_at_axis, backend, collective=False)
+    get_group_along_axis = create_group_along_axis
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
         """The global ranks of a group of this mesh. KeyError for another."""
@@ -185,78 +183,37 @@ class ProcessGroupMesh:
         """Destroy every group of this mesh. *Local*; they can be created again."""
         self._groups.destroy()
 
-    def _group(
-        self,
-        axis: Axes,
-        indices_at_axis: Indices | None,
-        backend: str | None,
-        collective: bool,
-    ) -> ProcessGroup:
-        layout = self.grid.layout
-        with telling_others(lambda: layout.ranks, patience=timedelta(minutes=1)):
-            indices_of_axis = self._indices(axis, indices_at_axis)
-        backend = plain_backend(backend)
-        lists = self._ranks(indices_of_axis)
-        dims = [f"axis{axis}" for axis in indices_of_axis]
-        group_size = len(lists[0])
-        is_whole = group_size == layout.dim_size(dims)
-        # Of other ranks' groups too: a rank that lacks none must wait for those that lack one.
-        missing = self._groups.missing(lists, backend)
-        if missing or collective:
-            # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
-            label = "-".join(dims) or "alone"
-            if not is_whole:
-                label += f" at {list(indices_of_axis.values())}"
-            if backend:
-                label += f"/{backend}"
-            proposal = {
-                "mesh": self._shape,
-                "group": label if missing else "one that exists",
-            }
-            self._groups.create({label: lists}, backend, proposal)
-        group = self._groups.own(lists, backend)
-        # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
-        if dims and backend is None and is_whole:
-            self.grid.hold(dims, group)
-        return group
-
     def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> IndicesOfAxis:
         """The indices at each axis, both ascending."""
         if indices_at_axis is None:
             axis = [axis] if isinstance(axis, int) else axis
-            indices_at_axis = [range(self._shape[number]) for number in axis]
+            indices_at_axis = [range(self.shape[number]) for number in axis]
         axes, indices_of_axes = _listed(axis, indices_at_axis)
         indices_of_axis: IndicesOfAxis = {}
         for number, indices in zip(axes, indices_of_axes, strict=True):
-            size = self._shape[number]  # IndexError if there is no such axis
-            axis_number = number % len(self._shape)  # -1 is the last one
-            different_indices = set(indices)
-            is_valid = (
-                bool(indices)
-                and len(different_indices) == len(indices)
-                and different_indices <= set(range(size))
-                and axis_number not in indices_of_axis
-            )
-            if not is_valid:
+            size = self.shape[number]  # IndexError if there is no such axis
+            axis_number = number % len(self.shape)  # -1 is the last one
+            chosen = sorted(set(indices))
+            is_repeated = len(chosen) < len(indices) or axis_number in indices_of_axis
+            is_outside = not set(chosen) <= set(range(size))
+            if not chosen or is_repeated or is_outside:
                 raise ValueError(
                     f"indices {shown(indices)} at axis {number} make no group in {self!r}: give "
                     f"each axis once, and of 0 to {size - 1} at least one, each once."
                 )
-            indices_of_axis[axis_number] = sorted(indices)
+            indices_of_axis[axis_number] = chosen
         return dict(sorted(indices_of_axis.items()))
 
     def _ranks(self, indices_of_axis: IndicesOfAxis) -> Lists:
         """The members of every group."""
-        world = np.arange(self.grid.size)
-        ranks = world.reshape(self._shape)
-        group_size = 1
+        ranks = np.arange(self.grid.size).reshape(self.shape)
         for axis, indices in indices_of_axis.items():
             ranks = ranks.take(indices, axis)
-            group_size *= len(indices)
         # Members differ on these axes alone: as the last ones, each group's ranks are neighbours.
         axes = list(indices_of_axis)
         last_axes = range(-len(axes), 0)
         ranks = np.moveaxis(ranks, axes, last_axes)
+        group_size = prod(map(len, indices_of_axis.values()))
         groups = ranks.reshape(-1, group_size)
         return [tuple(group) for group in groups.tolist()]
 
@@ -274,14 +231,10 @@ def _listed(
             f"{len(axis)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give one "
             f"list for each axis."
         )
-    indices_of_axes = []
-    for indices in indices_at_axis:
-        indices_of_axes.append([_whole(index) for index in indices])
-    return list(axis), indices_of_axes
-
-
-def _whole(index: Any) -> int:
     try:
-        return operator.index(index)
+        indices_of_axes = [list(map(operator.index, indices)) for indices in indices_at_axis]
     except TypeError:
-        raise AssertionError(f"an index must be a whole number, got {shown(index)}.") from None
+        raise AssertionError(
+            f"indices must be lists of whole numbers, got {shown(indices_at_axis)}."
+        ) from None
+    return list(axis), indices_of_axes
