@@ -78,7 +78,7 @@ def mesh_layout(shape: Sequence[int], names: Sequence[str]) -> RankLayout:
     sizes = list(shape)
     if -1 in sizes:
         # (2, -1, 2) in a world of 8: 8 / (2 * 2) = 2 in place of the -1.
-        known_product = prod(size for size in sizes if size != -1)
+        known_product = -prod(sizes)
         sizes[sizes.index(-1)] = world_size // max(known_product, 1)
     try:
         layout = RankLayout(tuple(names)[::-1], tuple(sizes)[::-1])

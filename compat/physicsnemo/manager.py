@@ -214,26 +214,17 @@ class DistributedManager:
     @staticmethod
     def initialize_env() -> None:
         """Join from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
-        numbers = launch.numbers("ENV")
-        addr = launch.required("MASTER_ADDR")
-        port = launch.required("MASTER_PORT")
-        backend = DistributedManager.get_available_backend()
-        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend)
+        _join("ENV", launch.required("MASTER_ADDR"), launch.required("MASTER_PORT"))
 
     @staticmethod
     def initialize_slurm(port: str) -> None:
         """Join from SLURM's variables."""
-        numbers = launch.numbers("SLURM")
-        addr = launch.required("SLURM_LAUNCH_NODE_IPADDR")
-        backend = DistributedManager.get_available_backend()
-        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend, method="slurm")
+        _join("SLURM", launch.required("SLURM_LAUNCH_NODE_IPADDR"), port)
 
     @staticmethod
     def initialize_open_mpi(addr: str, port: str) -> None:
         """Join from OpenMPI's variables."""
-        numbers = launch.numbers("OPENMPI")
-        backend = DistributedManager.get_available_backend()
-        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend, method="openmpi")
+        _join("OPENMPI", addr, port)
 
     @staticmethod
     def setup(
@@ -285,8 +276,6 @@ class DistributedManager:
         )
         if creates_default_group:
             attributes["_owns_default_group"] = True
-        atexit.unregister(DistributedManager.cleanup)
-        atexit.register(DistributedManager.cleanup)
 
     @staticmethod
     def cleanup(barrier: bool = False) -> None:
@@ -390,12 +379,11 @@ class DistributedManager:
         Raises ValueError on a ``topology_mapping``: the order of the tree decides which ranks are
         adjacent.
         """
-        with _checking():
-            if topology_mapping is not None:
-                raise ValueError(
-                    "topology_mapping must be None: ranks are placed in the order of the tree. "
-                    "Add the node first whose ranks are to be adjacent."
-                )
+        if topology_mapping is not None:
+            raise ValueError(
+                "topology_mapping must be None: ranks are placed in the order of the tree. "
+                "Add the node first whose ranks are to be adjacent."
+            )
         DistributedManager.create_groups_from_config(config, verbose)
 
     # The mesh.
@@ -457,6 +445,14 @@ class DistributedManager:
                 print(f"{name}:", *all_ranks, sep="\n    ")
 
 
+def _join(method: str, addr: str, port: str) -> None:
+    backend = DistributedManager.get_available_backend()
+    numbers = launch.numbers(method)
+    DistributedManager.setup(
+        **numbers, addr=addr, port=port, backend=backend, method=method.lower()
+    )
+
+
 @contextmanager
 def _checking() -> Iterator[DistributedManager]:
     """The manager. An error inside is raised on this rank and told to all others of the job."""
@@ -468,3 +464,6 @@ def _checking() -> Iterator[DistributedManager]:
         )
     with telling_others(lambda: range(manager.world_size)):
         yield manager
+
+
+atexit.register(DistributedManager.cleanup)  # here, as upstream: it runs last
