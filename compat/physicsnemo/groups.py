@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from compat.physicsnemo.tree import ProcessGroupConfig
+from compat.physicsnemo.tree import ProcessGroupConfig, ProcessGroupNode
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import LayoutError, RankLayout
 
@@ -41,23 +41,25 @@ def of_tree(config: ProcessGroupConfig, world_size: int) -> dict[str, Lists]:
     """All groups of each node and all orthogonal to one, by name, in upstream's order."""
     lists_of: dict[str, Lists] = {}
 
-    def add(name: str, groups: Lists) -> None:
-        # Orthogonal to "model" in "model x data" may be "data", which is a node too.
-        if sorted(lists_of.setdefault(name, groups)) != sorted(groups):
-            raise AssertionError(
-                f"two groups of the tree have the name {name!r} and other ranks: {groups[:4]} "
-                f"and {lists_of[name][:4]}. Take another name for one of them."
-            )
+    def add(node: ProcessGroupNode, parents: Lists) -> Lists:
+        """Add the groups of a node inside these, and those orthogonal to them, which it gives."""
+        lists = cut(parents, node.size or 0)
+        orthogonal_lists = orthogonal(lists)
+        for name, groups in (node.name, lists), (node.orthogonal_name, orthogonal_lists):
+            # Orthogonal to "model" in "model x data" may be "data", which is a node too.
+            if sorted(lists_of.setdefault(name, groups)) != sorted(groups):
+                raise AssertionError(
+                    f"two groups of the tree have the name {name!r} and other ranks: "
+                    f"{groups[:4]} and {lists_of[name][:4]}. Take another name for one of them."
+                )
+        return orthogonal_lists
 
-    add(config.root_id, cut([list(range(world_size))], config.root.size or 0))
-    add(config.root.orthogonal_name, orthogonal(lists_of[config.root_id]))
+    add(config.root, [list(range(world_size))])
     for name in config.breadth_first():
         # Each child is cut from the ranks that differ in nothing that the child before is over.
         remaining = lists_of[name]
         for child in config.children(name):
-            add(child.name, cut(remaining, child.size or 0))
-            remaining = orthogonal(lists_of[child.name])
-            add(child.orthogonal_name, remaining)
+            remaining = add(child, remaining)
     return lists_of
 
 
@@ -96,11 +98,13 @@ def mesh_layout(shape: Sequence[int], names: Sequence[str]) -> RankLayout:
 def create_mesh(layout: RankLayout, device_type: str) -> tuple[HyperCommGrid, DeviceMesh]:
     """A mesh over the groups of a new grid, which owns them. *Collective* over the job."""
     grid = HyperCommGrid.over(layout)
-    # A mesh of one dim has the default group, as torch's own.
-    groups = dict.fromkeys(layout.dims, dist.group.WORLD)
-    if len(layout.dims) > 1:
-        lists_of: dict[str, Lists] = {dim: layout.groups(dim).tolist() for dim in layout.dims}
-        groups = create(grid, lists_of)
-    for dim, group in groups.items():
-        grid.hold((dim,), group)
+    if len(layout.dims) == 1:
+        grid.hold(layout.dims, dist.group.WORLD)  # as torch's own meshes
+    else:
+        try:
+            for dim in layout.dims:
+                grid.create_pg(dim)
+        except BaseException:
+            grid.destroy()  # the groups over the dims before
+            raise
     return grid, grid.device_mesh(device_type=device_type)

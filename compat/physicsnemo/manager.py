@@ -238,8 +238,8 @@ class DistributedManager:
     ) -> None:
         """Create the default group, or use the one that exists, and be initialised.
 
-        *Collective* over the job. After a failure the manager is as before. Raises RuntimeError if
-        the default group has another rank or world size.
+        *Collective* over the job. After a failure the manager is as before. A default group that
+        exists decides the rank and the world size.
         """
         if local_rank is None:
             local_rank = rank % max(torch.cuda.device_count(), 1)  # the host's devices in turn
@@ -248,23 +248,19 @@ class DistributedManager:
         if torch.cuda.is_available():
             device = torch.device("cuda", local_rank)
             bound_device = device
-        creates_default_group = not dist.is_initialized()
+        attributes = DistributedManager._shared_state
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
-        if creates_default_group:
+        if dist.is_initialized():
+            rank = dist.get_rank()
+            world_size = dist.get_world_size()
+        else:
             dist.init_process_group(
                 backend, rank=rank, world_size=world_size, device_id=bound_device
             )
-        elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-            raise RuntimeError(
-                f"torch.distributed is already initialised, as rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}, and this process was launched as rank {rank} of "
-                f"{world_size}. Leave its initialisation to DistributedManager, or give it the "
-                f"same numbers."
-            )
+            attributes["_owns_default_group"] = True
         if bound_device is not None:
             torch.cuda.set_device(device)
             torch.cuda.empty_cache()
-        attributes = DistributedManager._shared_state
         attributes.update(
             _rank=rank,
             _world_size=world_size,
@@ -274,8 +270,6 @@ class DistributedManager:
             _initialization_method=method,
             _is_initialized=True,
         )
-        if creates_default_group:
-            attributes["_owns_default_group"] = True
 
     @staticmethod
     def cleanup(barrier: bool = False) -> None:
@@ -339,11 +333,7 @@ class DistributedManager:
 
         *Collective* over the job. Raises AssertionError if the node has no size.
         """
-        if node.size is None:
-            raise AssertionError(
-                f"{node.name!r} has no size: call set_leaf_group_sizes() on its tree first."
-            )
-        DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
+        DistributedManager.create_process_subgroup(node.name, node.size or 0, parent, verbose)
         orthogonal_name = node.orthogonal_name
         DistributedManager.create_orthogonal_process_group(orthogonal_name, node.name, verbose)
         return orthogonal_name
