@@ -83,15 +83,18 @@ class Log:
             self._rank = dist.get_rank()
         with self._lock:
             self._written = time.monotonic()
+            recorded = [*self._sites.values()]
+            release = ".".join(map(str, RELEASE))
             data = {
                 "schema": SCHEMA,
                 "rank": self._rank,
-                "release": ".".join(map(str, RELEASE)),
-                "sites": [site for _, site in [*self._sites.values()]],
+                "release": release,
+                "sites": [site for _, site in recorded],
                 "problems": [*self._problems.values()],
             }
+            content = json.dumps(data)
             try:
-                replace(self.directory / f"{self._name}.json", json.dumps(data).encode())
+                replace(self.directory / f"{self._name}.json", content.encode())
             except OSError as error:
                 text = f"the audit in {self.directory} is not written: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -108,7 +111,9 @@ def file_of(code: CodeType, module: str) -> str:
     if module == "__main__":
         return path.name
     # megatron.core.utils is the last three parts of /site-packages/megatron/core/utils.py.
-    depth = len(module.split("."))
+    packages = module.split(".")
+    depth = len(packages)
     if path.name == "__init__.py":
         depth += 1
-    return "/".join(path.parts[-depth:])
+    parts = path.parts[-depth:]
+    return "/".join(parts)

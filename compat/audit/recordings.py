@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -130,13 +131,15 @@ def read(directory: Path) -> Audit:
     )
 
 
+_place_of = itemgetter("module", "file", "line", "function", "name", "writes")
+
+
 def _merged_sites(processes: Iterable[_Process]) -> list[Site]:
     """The lines of code, by file; each with what every rank recorded of it."""
-    site_of_place: dict[tuple[str, str, int, str, str, bool], Site] = {}
+    site_of_place: dict[tuple[Any, ...], Site] = {}
     for process in processes:
         for use in process["sites"]:
-            code = use["module"], use["file"], use["line"], use["function"]
-            place = (*code, use["name"], use["writes"])
+            place = _place_of(use)
             site = site_of_place.setdefault(place, Site(*place))
             site.ranks.add(process["rank"])
             site.states[use["state"]] += use["count"]
@@ -147,12 +150,12 @@ def _merged_sites(processes: Iterable[_Process]) -> list[Site]:
 def _merged_problems(processes: Iterable[_Process]) -> list[Problem]:
     """The wrong reads, each with all ranks that reported it."""
     problem_of_text: dict[tuple[str, str], Problem] = {}
-    for process in sorted(processes, key=lambda process: process["rank"]):
+    for process in sorted(processes, key=itemgetter("rank")):
+        rank = process["rank"]
         for wrong in process["problems"]:
-            new_problem = Problem(
-                wrong["kind"], wrong["text"], example=f"rank {process['rank']} {wrong['example']}"
-            )
-            problem = problem_of_text.setdefault((wrong["kind"], wrong["text"]), new_problem)
+            text = wrong["kind"], wrong["text"]
+            example = f"rank {rank} {wrong['example']}"
+            problem = problem_of_text.setdefault(text, Problem(*text, example=example))
             problem.reads += wrong["count"]
-            problem.ranks.add(process["rank"])
+            problem.ranks.add(rank)
     return [problem_of_text[text] for text in sorted(problem_of_text)]
