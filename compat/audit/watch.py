@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
@@ -84,7 +85,6 @@ def _put_in() -> None:
         # A wrapper that takes the arguments of the release stays around it.
         getter = cast(FunctionType, inspect.unwrap(names[name]))
         original = FunctionType(getter.__code__, names, name, getter.__defaults__)
-        original.__kwdefaults__ = getter.__kwdefaults__
         _originals[name] = original
         _getters[name] = getter
         getter.__code__ = _detour(getter)
@@ -113,17 +113,14 @@ def _take_out() -> None:
 def _detour(getter: FunctionType) -> CodeType:
     """Code of the same signature that passes its arguments to the hook.
 
-    For ``get_rank(group, *, timeout)`` it is that of
-    ``def get_rank(group, *, timeout): return _hypergrid_audit("get_rank", group=group, ...)``.
+    For ``get_rank(group, stage)`` it is that of
+    ``def get_rank(group, stage): return _hypergrid_audit("get_rank", group, stage)``.
     """
     name = getter.__name__
     code = getter.__code__
-    parameters = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    arguments = [f"{parameter}={parameter}" for parameter in parameters]
-    if code.co_kwonlyargcount:
-        parameters.insert(code.co_argcount, "*")
-    call = f"{_HOOK}({', '.join([repr(name), *arguments])})"
-    source = f"def {name}({', '.join(parameters)}): return {call}"
+    parameters = code.co_varnames[: code.co_argcount]
+    arguments = ", ".join([repr(name), *parameters])
+    source = f"def {name}({', '.join(parameters)}): return {_HOOK}({arguments})"
     defined: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), defined)
     return defined[name].__code__
@@ -145,25 +142,24 @@ class _Watched(ModuleType):
         frame = None
         if name in SLOTS:
             frame = _reader(sys._getframe().f_back)
-        if frame is None:
-            super().__setattr__(name, value)
-            return
-        _refuse(name, frame)
+        if frame is not None:
+            _refuse(name, frame)
         super().__setattr__(name, value)
-        _record(name, True, frame, _group_or_none(value))
+        if frame is not None:
+            _record(name, True, frame, _group_or_none(value))
 
 
-def _read(name: str, /, **arguments: Any) -> Any:
+def _read(name: str, *arguments: Any) -> Any:
     """The code of every audited getter while something is on."""
     getter = _originals[name]
     # The compiler cannot trace what follows.
     if torch.compiler.is_dynamo_compiling():
-        return getter(**arguments)
+        return getter(*arguments)
     frame = _reader(sys._getframe(1).f_back)
     if frame is None:
         # One function of ours calls another, or no Python code calls. The outer read, if there is
         # one, is answered from this group: get_tensor_model_parallel_rank() asks for its group.
-        result = getter(**arguments)
+        result = getter(*arguments)
         if isinstance(result, ProcessGroup):
             _read_by_thread.group = result
         return result
@@ -171,7 +167,7 @@ def _read(name: str, /, **arguments: Any) -> Any:
     _read_by_thread.group = None
     group = None
     try:
-        result = getter(**arguments)
+        result = getter(*arguments)
         group = _group_or_none(result)
         return result
     finally:  # a read that fails counts too
@@ -284,9 +280,6 @@ class _Read(NamedTuple):
 def _judge(read: _Read) -> None:
     """Report a read of another state than the reader's, or of whatever state is current."""
     reader, owner = owners.reader_of(read.frame)
-    if owner is None:
-        _judge_activation(read)
-        return
     expected = owner.group(read.slot)
     if expected is UNKNOWN:
         _judge_activation(read)
@@ -298,13 +291,10 @@ def _judge(read: _Read) -> None:
 def _report_other_state(
     read: _Read, reader: Any, owner: Owner, expected: ProcessGroup | None
 ) -> None:
-    source: Any = current()
-    if read.group is not None:
-        source = next(iter(owners.states_of([read.group])), None)
     built = "given groups of" if owner.was_given else "built under"
     text = (
         f"{type(reader).__name__} {built} {_state_name(owner.state)} {read.verb} of "
-        f"{_state_name(source)} at {_location(read.frame)}, by {read.name}(). Read inside `with "
+        f"{_state_name(current())} at {_location(read.frame)}, by {read.name}(). Read inside `with "
         f"state.activate():` of its own state, {read.remedy}"
     )
     ranks = _ranks(read.group)
@@ -403,15 +393,15 @@ def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
         log.close()
 
 
+@dataclass(eq=False)
 class _Rule:
     """Raises at reads from the call on, for the process; as a context manager until its end."""
 
-    def __init__(
-        self, patterns: Sequence[str] = (), allow: Sequence[str] = (), is_strict: bool = False
-    ) -> None:
-        self.patterns = patterns
-        self.allow = allow
-        self.is_strict = is_strict
+    patterns: Sequence[str] = ()
+    allow: Sequence[str] = ()
+    is_strict: bool = False
+
+    def __post_init__(self) -> None:
         _rules.append(self)
         _switch()
 
