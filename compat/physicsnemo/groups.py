@@ -27,13 +27,15 @@ def cut(parents: Lists, size: int) -> Lists:
             f"groups of {parent_size} ranks cannot be cut into groups of {size}: choose a size "
             f"that divides {parent_size}."
         )
-    lists: Lists = np.reshape(parents, (-1, size)).tolist()
+    groups = np.reshape(parents, (-1, size))
+    lists: Lists = groups.tolist()
     return lists
 
 
 def orthogonal(groups: Lists) -> Lists:
     """The first members of all the groups, the second members, and so on."""
-    lists: Lists = np.transpose(groups).tolist()
+    transposed = np.transpose(groups)
+    lists: Lists = transposed.tolist()
     return lists
 
 
@@ -45,7 +47,8 @@ def of_tree(config: ProcessGroupConfig, world_size: int) -> dict[str, Lists]:
         """Add the groups of a node inside these, and those orthogonal to them, which it gives."""
         lists = cut(parents, node.size or 0)
         orthogonal_lists = orthogonal(lists)
-        for name, groups in (node.name, lists), (node.orthogonal_name, orthogonal_lists):
+        new_lists = {node.name: lists, node.orthogonal_name: orthogonal_lists}
+        for name, groups in new_lists.items():
             # Orthogonal to "model" in "model x data" may be "data", which is a node too.
             if sorted(lists_of.setdefault(name, groups)) != sorted(groups):
                 raise AssertionError(
@@ -54,7 +57,8 @@ def of_tree(config: ProcessGroupConfig, world_size: int) -> dict[str, Lists]:
                 )
         return orthogonal_lists
 
-    add(config.root, [list(range(world_size))])
+    world = list(range(world_size))
+    add(config.root, [world])
     for name in config.breadth_first():
         # Each child is cut from the ranks that differ in nothing that the child before is over.
         remaining = lists_of[name]
@@ -67,10 +71,13 @@ def create(grid: HyperCommGrid, lists_of: dict[str, Lists]) -> dict[str, Process
     """Create groups of all names, or none; ``grid`` owns them. *Collective*."""
     proposal = {f"group {name}": lists for name, lists in lists_of.items()}
     groups = {}
+    rank = dist.get_rank()
     with grid.two_phase_commit(proposal, OWNER) as pool:
         for name, lists in lists_of.items():
-            (own_ranks,) = (ranks for ranks in lists if dist.get_rank() in ranks)
-            (groups[name],) = pool.make(name, {name: tuple(sorted(own_ranks))}, lists.copy)
+            # Each name is over the world, so this rank is in one of its groups.
+            (own_ranks,) = (ranks for ranks in lists if rank in ranks)
+            ranks_of_name = {name: tuple(sorted(own_ranks))}
+            (groups[name],) = pool.make(name, ranks_of_name, lists.copy)
     return groups
 
 
@@ -83,7 +90,9 @@ def mesh_layout(shape: Sequence[int], names: Sequence[str]) -> RankLayout:
         known_product = -prod(sizes)
         sizes[sizes.index(-1)] = world_size // max(known_product, 1)
     try:
-        layout = RankLayout(tuple(names)[::-1], tuple(sizes)[::-1])
+        # In a mesh the last dim is the fastest, in a layout the first.
+        dims = tuple(names)[::-1]
+        layout = RankLayout(dims, tuple(sizes)[::-1])
         if layout.size != world_size or not sizes:
             raise LayoutError(
                 f"its sizes, of which one may be -1, must multiply to the world's {world_size} "

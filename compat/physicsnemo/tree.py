@@ -56,7 +56,8 @@ class ProcessGroupConfig:
         """Add ``node`` as the last child of ``parent``, a node or its name."""
         if isinstance(parent, ProcessGroupNode):
             parent = parent.name
-        siblings = self._children[self.get_node(parent).name]
+        parent_node = self.get_node(parent)
+        siblings = self._children[parent_node.name]
         if node.name in self._nodes:
             raise AssertionError(f"the tree has a group {node.name!r} already. Take another name.")
         siblings.append(node)
@@ -72,7 +73,8 @@ class ProcessGroupConfig:
     def children(self, name: str) -> list[ProcessGroupNode]:
         """The children of the node of that name, as they were added."""
         parent = self.get_node(name)
-        return list(self._children[parent.name])
+        children = self._children[parent.name]
+        return list(children)
 
     def leaf_groups(self) -> list[str]:
         """The names of all leaves in the order in which they were added."""
@@ -81,8 +83,10 @@ class ProcessGroupConfig:
     def breadth_first(self) -> list[str]:
         """All names, level by level."""
         nodes = [self.root]
+        # The list grows behind the node that is looked at.
         for node in nodes:
-            nodes.extend(self._children[node.name])
+            children = self._children[node.name]
+            nodes.extend(children)
         return [node.name for node in nodes]
 
     def set_leaf_group_sizes(
@@ -106,8 +110,11 @@ class ProcessGroupConfig:
         # From the last level to the root: the sizes of children are known before their parent's.
         for name in reversed(self.breadth_first()):
             node = self._nodes[name]
-            sizes = [child.size or 0 for child in self._children[name]]
-            size = prod(sizes) if sizes else node.size
+            children = self._children[name]
+            size = node.size
+            if children:
+                sizes = [child.size or 0 for child in children]
+                size = prod(sizes)
             if size is None:
                 raise AssertionError(
                     f"leaf {name!r} has no size: call set_leaf_group_sizes() first."
