@@ -94,8 +94,9 @@ class EnvironmentTable:
             # Also numpy's whole numbers; ascending, as a second name has the same members.
             numbers = [operator.index(rank) for rank in ranks]
             members = tuple(sorted(numbers))
-            is_repeated = len(set(members)) < len(members)
-            is_of_world = set(members) <= set(self._world)
+            different_members = set(members)
+            is_repeated = len(different_members) < len(members)
+            is_of_world = different_members <= set(self._world)
             if not members or is_repeated or not is_of_world:
                 raise ValueError(
                     f"ranks {shown(members)} make no group: give at least one of 0 to "

@@ -50,20 +50,22 @@ class ProcessGroupMesh:
                 f"ProcessGroupMesh{size} needs torch.distributed: call "
                 f"torch.distributed.init_process_group() first."
             )
+        self.rank = dist.get_rank()
+        """The global rank of this process."""
+        mesh_size = prod(size)
         world_size = dist.get_world_size()
-        if prod(size) != world_size:
+        if mesh_size != world_size:
             raise AssertionError(
-                f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {prod(size)} ranks and "
-                f"the world has {world_size}: the product of the sizes must be the world's size."
+                f"ProcessGroupMesh{size} on rank {self.rank} has {mesh_size} ranks and the world "
+                f"has {world_size}: the product of the sizes must be the world's size."
             )
         dims = [f"axis{axis}" for axis in range(len(size))]
+        dims.reverse()
         # The layout's first dim is the fastest, and it is the mesh's last axis.
-        layout = RankLayout(tuple(dims[::-1]), size[::-1])
+        layout = RankLayout(tuple(dims), size[::-1])
         self.grid = HyperCommGrid.over(layout)
         self.shape: Coordinate = layout.sizes[::-1]
         """The size of each axis."""
-        self.rank = dist.get_rank()
-        """The global rank of this process."""
         self._coord = self.unravel(self.rank, self.shape)
         self._groups = UniqueGroups(self.grid, repr(self))
 
@@ -85,7 +87,9 @@ class ProcessGroupMesh:
     @staticmethod
     def unravel(rank: int, shape: Sequence[int]) -> Coordinate:
         """The coordinate of ``rank``. ValueError if it is outside ``shape``."""
-        return tuple(map(int, np.unravel_index(rank, shape)))
+        # Python's integers, where numpy gives its own.
+        indices = np.unravel_index(rank, shape)
+        return tuple(map(int, indices))
 
     @staticmethod
     def ravel(
@@ -100,7 +104,8 @@ class ProcessGroupMesh:
         """
         if mode not in ("raise", "wrap", "clip"):
             raise AssertionError(f"invalid mode {shown(mode)}; allowed: raise, wrap, clip.")
-        return int(np.ravel_multi_index(coord, shape, mode))
+        rank = np.ravel_multi_index(coord, shape, mode)
+        return int(rank)
 
     @staticmethod
     def get_coords_along_axis(
@@ -158,21 +163,21 @@ class ProcessGroupMesh:
         lists = self._ranks(indices_of_axis)
         dims = [f"axis{axis}" for axis in indices_of_axis]
         is_whole = len(lists[0]) == layout.dim_size(dims)
-        # Of other ranks' groups too: with equal arguments all ranks lack one, or none does.
-        if self._groups.missing(lists, backend):
-            # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
-            label = "-".join(dims) or "alone"
-            if not is_whole:
-                label += f" at {list(indices_of_axis.values())}"
-            if backend:
-                label += f"/{backend}"
-            self._groups.create({label: lists}, backend, {"mesh": self.shape, "group": label})
+        # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
+        label = "-".join(dims) or "alone"
+        if not is_whole:
+            label += f" at {list(indices_of_axis.values())}"
+        if backend:
+            label += f"/{backend}"
+        proposal = {"mesh": self.shape, "group": label}
+        self._groups.create({label: lists}, backend, proposal)
         group = self._groups.own(lists, backend)
         # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
         if dims and backend is None and is_whole:
             self.grid.hold(dims, group)
         return group
 
+    # As at home, what is missing is created.
     get_group_along_axis = create_group_along_axis
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
@@ -186,7 +191,8 @@ class ProcessGroupMesh:
     def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> IndicesOfAxis:
         """The indices at each axis, both ascending."""
         if indices_at_axis is None:
-            axis = [axis] if isinstance(axis, int) else axis
+            if isinstance(axis, int):
+                axis = [axis]
             indices_at_axis = [range(self.shape[number]) for number in axis]
         axes, indices_of_axes = _listed(axis, indices_at_axis)
         indices_of_axis: IndicesOfAxis = {}
@@ -194,26 +200,32 @@ class ProcessGroupMesh:
             size = self.shape[number]  # IndexError if there is no such axis
             axis_number = number % len(self.shape)  # -1 is the last one
             chosen = sorted(set(indices))
-            is_repeated = len(chosen) < len(indices) or axis_number in indices_of_axis
+            is_repeated = len(chosen) < len(indices)
+            is_known_axis = axis_number in indices_of_axis
             is_outside = not set(chosen) <= set(range(size))
-            if not chosen or is_repeated or is_outside:
+            if not chosen or is_repeated or is_known_axis or is_outside:
                 raise ValueError(
                     f"indices {shown(indices)} at axis {number} make no group in {self!r}: give "
                     f"each axis once, and of 0 to {size - 1} at least one, each once."
                 )
             indices_of_axis[axis_number] = chosen
-        return dict(sorted(indices_of_axis.items()))
+        # The order in which axes are named makes no other groups.
+        axes_in_order = sorted(indices_of_axis.items())
+        return dict(axes_in_order)
 
     def _ranks(self, indices_of_axis: IndicesOfAxis) -> Lists:
         """The members of every group."""
-        ranks = np.arange(self.grid.size).reshape(self.shape)
+        world = np.arange(self.grid.size)
+        # The ranks as they lie in the mesh, then those alone that are at the indices.
+        ranks = world.reshape(self.shape)
         for axis, indices in indices_of_axis.items():
             ranks = ranks.take(indices, axis)
         # Members differ on these axes alone: as the last ones, each group's ranks are neighbours.
         axes = list(indices_of_axis)
         last_axes = range(-len(axes), 0)
         ranks = np.moveaxis(ranks, axes, last_axes)
-        group_size = prod(map(len, indices_of_axis.values()))
+        counts = [len(indices) for indices in indices_of_axis.values()]
+        group_size = prod(counts)
         groups = ranks.reshape(-1, group_size)
         return [tuple(group) for group in groups.tolist()]
 
@@ -226,13 +238,18 @@ def _listed(
     if not isinstance(axis, Iterable):
         axis = [axis]
         indices_at_axis = [indices_at_axis]
-    if len(axis) != len(indices_at_axis):
+    axis_count = len(axis)
+    if axis_count != len(indices_at_axis):
         raise ValueError(
-            f"{len(axis)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give one "
-            f"list for each axis."
+            f"{axis_count} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give "
+            f"one list for each axis."
         )
+    indices_of_axes = []
     try:
-        indices_of_axes = [list(map(operator.index, indices)) for indices in indices_at_axis]
+        for indices in indices_at_axis:
+            # Also numpy's whole numbers.
+            whole_indices = list(map(operator.index, indices))
+            indices_of_axes.append(whole_indices)
     except TypeError:
         raise AssertionError(
             f"indices must be lists of whole numbers, got {shown(indices_at_axis)}."
