@@ -47,8 +47,8 @@ def of_tree(config: ProcessGroupConfig, world_size: int) -> dict[str, Lists]:
         """Add the groups of a node inside these, and those orthogonal to them, which it gives."""
         lists = cut(parents, node.size or 0)
         orthogonal_lists = orthogonal(lists)
-        new_lists = {node.name: lists, node.orthogonal_name: orthogonal_lists}
-        for name, groups in new_lists.items():
+        named_lists = [(node.name, lists), (node.orthogonal_name, orthogonal_lists)]
+        for name, groups in named_lists:
             # Orthogonal to "model" in "model x data" may be "data", which is a node too.
             if sorted(lists_of.setdefault(name, groups)) != sorted(groups):
                 raise AssertionError(
