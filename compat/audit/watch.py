@@ -13,10 +13,11 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple, cast
@@ -57,8 +58,8 @@ class ForbiddenReadError(RuntimeError):
 _read_by_thread = threading.local()  # its ``group``: the one behind the read in progress
 _log: Log | None = None  # of the innermost recording
 _rules: list[_Rule] = []
-_getters: dict[str, FunctionType] = {}  # those whose code is exchanged
-_originals: dict[str, FunctionType] = {}  # functions with the code that they had
+# Those whose code is exchanged, each with a function of the code that it had.
+_getters: dict[str, tuple[FunctionType, FunctionType]] = {}
 _lock = threading.RLock()
 _warned: set[str] = set()
 
@@ -85,8 +86,7 @@ def _put_in() -> None:
         # A wrapper that takes the arguments of the release stays around it.
         getter = cast(FunctionType, inspect.unwrap(names[name]))
         original = FunctionType(getter.__code__, names, name, getter.__defaults__)
-        _originals[name] = original
-        _getters[name] = getter
+        _getters[name] = (getter, original)
         getter.__code__ = _detour(getter)
     module.__class__ = _Watched
     owners.watch()
@@ -101,10 +101,9 @@ def renew() -> None:
 
 
 def _take_out() -> None:
-    for name, getter in _getters.items():
-        getter.__code__ = _originals[name].__code__
+    for getter, original in _getters.values():
+        getter.__code__ = original.__code__
     _getters.clear()
-    _originals.clear()
     namespace().pop(_HOOK, None)
     sys.modules[_MODULE].__class__ = ModuleType
     owners.unwatch()
@@ -151,7 +150,7 @@ class _Watched(ModuleType):
 
 def _read(name: str, *arguments: Any) -> Any:
     """The code of every audited getter while something is on."""
-    getter = _originals[name]
+    _, getter = _getters[name]
     # The compiler cannot trace what follows.
     if torch.compiler.is_dynamo_compiling():
         return getter(*arguments)
@@ -421,19 +420,17 @@ class _Rule:
         """Refuse a read of ``name`` by ``frame``, if a pattern matches its module."""
         module = frame.f_globals.get("__name__", "")
         read = f"{module}:{name}"
-        is_allowed = any(_matches((module, name, read), pattern) for pattern in self.allow)
+        exceptions = product((module, name, read), self.allow)
+        if any(fnmatchcase(text, pattern) for text, pattern in exceptions):
+            return
         for pattern in self.patterns:
-            if _matches((module,), pattern) and not is_allowed:
+            if fnmatchcase(module, pattern):
                 raise ForbiddenReadError(
                     f"rank {_rank()}: {module} used {name} of parallel_state at "
                     f"{_location(frame)}, in {function_of(frame.f_code)}, which "
                     f"forbid({pattern!r}) does not allow. What to do: {instead_of(name)}. To "
                     f"allow it for now: forbid({pattern!r}, allow=[{read!r}])."
                 )
-
-
-def _matches(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def strict() -> _Rule:
