@@ -477,6 +477,27 @@ def test_an_exit_without_cleanup_cleans_up(tmp_path):
 # The mesh.
 
 
+@on_ranks(4)
+def test_a_mesh_is_created_on_all_ranks_or_on_none(rank):
+    manager = start(rank, 4)
+    new_group = dist.new_group
+
+    def failing(ranks, **options):
+        # The group over "w" is there, and rank 3 has this one to itself: nobody connects.
+        if rank == 3 and options["group_desc"] == "h":
+            raise RuntimeError("no more memory")
+        return new_group(ranks, **options)
+
+    with (
+        mock.patch.object(dist, "new_group", failing),
+        pytest.raises(RuntimeError, match="no more memory"),
+    ):
+        manager.initialize_mesh((1, 4), ("h", "w"))
+    assert len(open_groups()) == 1
+    mesh = manager.initialize_mesh((1, 4), ("h", "w"))
+    assert total(mesh.get_group("w"), rank) == 6
+
+
 @on_ranks(8, timeout=60)
 def test_a_mesh_is_over_groups_of_ours(rank):
     manager = start(rank, 8)
