@@ -35,7 +35,8 @@ class Log:
         self._written = time.monotonic()
         self._rank = int(os.environ.get("RANK", "0"))
         # Processes of two hosts may have one number, and each may record several times.
-        self._name = f"reads.{self._rank}.{self.process}.{secrets.token_hex(4)}"
+        random_name = secrets.token_hex(4)
+        self._name = f"reads.{self._rank}.{self.process}.{random_name}"
         self.directory.mkdir(parents=True, exist_ok=True)
         check_private(self.directory)
         # A directory that cannot be written is refused now, not when the job ends.
@@ -52,7 +53,8 @@ class Log:
         with self._lock:
             if key not in self._sites:
                 file = file_of(code, use["module"])
-                site = {**use, "file": file, "function": function_of(code), "count": 0}
+                function = function_of(code)
+                site = {**use, "file": file, "function": function, "count": 0}
                 self._sites[key] = (code, site)
             _, site = self._sites[key]
             site["count"] += 1
@@ -93,8 +95,9 @@ class Log:
                 "problems": [*self._problems.values()],
             }
             content = json.dumps(data)
+            path = self.directory / f"{self._name}.json"
             try:
-                replace(self.directory / f"{self._name}.json", content.encode())
+                replace(path, content.encode())
             except OSError as error:
                 text = f"the audit in {self.directory} is not written: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

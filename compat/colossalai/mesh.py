@@ -166,7 +166,8 @@ class ProcessGroupMesh:
         # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
         label = "-".join(dims) or "alone"
         if not is_whole:
-            label += f" at {list(indices_of_axis.values())}"
+            indices = list(indices_of_axis.values())
+            label += f" at {indices}"
         if backend:
             label += f"/{backend}"
         proposal = {"mesh": self.shape, "group": label}
@@ -202,7 +203,8 @@ class ProcessGroupMesh:
             chosen = sorted(set(indices))
             is_repeated = len(chosen) < len(indices)
             is_known_axis = axis_number in indices_of_axis
-            is_outside = not set(chosen) <= set(range(size))
+            places = set(range(size))
+            is_outside = not places.issuperset(chosen)
             if not chosen or is_repeated or is_known_axis or is_outside:
                 raise ValueError(
                     f"indices {shown(indices)} at axis {number} make no group in {self!r}: give "

@@ -50,10 +50,11 @@ def of_tree(config: ProcessGroupConfig, world_size: int) -> dict[str, Lists]:
         named_lists = [(node.name, lists), (node.orthogonal_name, orthogonal_lists)]
         for name, groups in named_lists:
             # Orthogonal to "model" in "model x data" may be "data", which is a node too.
-            if sorted(lists_of.setdefault(name, groups)) != sorted(groups):
+            known_groups = lists_of.setdefault(name, groups)
+            if sorted(known_groups) != sorted(groups):
                 raise AssertionError(
                     f"two groups of the tree have the name {name!r} and other ranks: "
-                    f"{groups[:4]} and {lists_of[name][:4]}. Take another name for one of them."
+                    f"{groups[:4]} and {known_groups[:4]}. Take another name for one of them."
                 )
         return orthogonal_lists
 

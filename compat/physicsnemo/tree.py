@@ -67,7 +67,8 @@ class ProcessGroupConfig:
     def get_node(self, name: str) -> ProcessGroupNode:
         """The node of that name."""
         if name not in self._nodes:
-            raise AssertionError(f"the tree has no group {name!r}. It has {list(self._nodes)}.")
+            names = list(self._nodes)
+            raise AssertionError(f"the tree has no group {name!r}. It has {names}.")
         return self._nodes[name]
 
     def children(self, name: str) -> list[ProcessGroupNode]:

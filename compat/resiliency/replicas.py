@@ -83,8 +83,9 @@ def active_processes(
     sizes[layout.dims.index(_REPLICAS)] = count
     new_layout = replace(layout, sizes=tuple(sizes))
     ranks_of_blocks = new_layout.groups(together)
+    block_count = len(ranks_of_blocks)
     active = np.empty(ranks_of_blocks.size, int)
-    active[ranks_of_blocks] = blocks[: len(ranks_of_blocks)]
+    active[ranks_of_blocks] = blocks[:block_count]
     processes: list[int] = active.tolist()
     return processes
 
@@ -93,7 +94,8 @@ def _blocks(hosts: Sequence[str], processes: Iterable[int], block_size: int) -> 
     """Cut the processes of each host into blocks, and leave out what fills none."""
     processes_of_host: dict[str, list[int]] = {}
     for process in sorted(processes):
-        processes_of_host.setdefault(hosts[process], []).append(process)
+        members = processes_of_host.setdefault(hosts[process], [])
+        members.append(process)
     all_processes = Counter(hosts)
 
     def lost_blocks(host: str) -> int:
