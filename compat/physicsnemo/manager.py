@@ -241,6 +241,10 @@ class DistributedManager:
         *Collective* over the job. After a failure the manager is as before. A default group that
         exists decides the rank and the world size.
         """
+        creates_default_group = not dist.is_initialized()
+        if not creates_default_group:
+            rank = dist.get_rank()
+            world_size = dist.get_world_size()
         if local_rank is None:
             local_rank = rank % max(torch.cuda.device_count(), 1)  # the host's devices in turn
         device = torch.device("cpu")
@@ -250,10 +254,7 @@ class DistributedManager:
             bound_device = device
         attributes = DistributedManager._shared_state
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
-        if dist.is_initialized():
-            rank = dist.get_rank()
-            world_size = dist.get_world_size()
-        else:
+        if creates_default_group:
             dist.init_process_group(
                 backend, rank=rank, world_size=world_size, device_id=bound_device
             )
