@@ -84,6 +84,7 @@ class Audit:
     problems: list[Problem]
     ranks: list[int]
     releases: list[str]
+    unread: list[str]
 
     @property
     def reads(self) -> int:
@@ -112,22 +113,33 @@ class Audit:
 def read(directory: Path) -> Audit:
     """Merge the files of all ranks in ``directory``. *Local*; loads no torch.
 
-    Raises FileError if there is none, or one that is broken; OSError if the directory cannot be
-    read.
+    Raises FileError if none can be read, OSError if the directory cannot. A file that is broken is
+    named in ``unread``.
     """
     # A file that is being written has another suffix.
     paths = [path for path in directory.iterdir() if path.match("reads.*.json")]
-    if not paths:
-        raise FileError(
+    processes: list[_Process] = []
+    unread: list[str] = []
+    for path in sorted(paths):
+        # The host of one rank may have lost its file: the report is on the others.
+        try:
+            process = decoded(bytes_of(path), _Process, path.name)
+        except (FileError, OSError) as error:
+            unread.append(str(error))
+        else:
+            processes.append(process)
+    if not processes:
+        message = (
             f"{directory} has no recording of a rank (reads.RANK.*.json): run the job with "
             f"HYPERGRID_AUDIT={directory}."
         )
-    processes = [decoded(bytes_of(path), _Process, path.name) for path in sorted(paths)]
+        raise FileError(" ".join([message, *unread[:3]]))
     return Audit(
         sites=_merged_sites(processes),
         problems=_merged_problems(processes),
         ranks=sorted({process["rank"] for process in processes}),
         releases=sorted({process["release"] for process in processes}),
+        unread=unread,
     )
 
 

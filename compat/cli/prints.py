@@ -310,6 +310,8 @@ def audit(recordings: Audit) -> None:
         f"{recordings.reads:,} reads by {site_count} sites, on {rank_count} ranks, megatron-core "
         f"{releases}."
     )
+    for sentence in recordings.unread:
+        out.print(f"Not read: {sentence}", style="yellow", soft_wrap=True)
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:

@@ -46,6 +46,7 @@ def test_the_count_of_each_getter_on_the_demos_training_equals_an_independent_on
         assert len(site.ranks) <= 8
         assert sum(site.groups.values()) == site.count
     assert not recording.problems
+    assert not recording.unread
 
 
 def test_a_module_that_reads_another_state_is_named_with_both_states(programs):

@@ -69,16 +69,21 @@ def test_a_wrong_state_comes_first_and_the_status_is_1(recordings):
     assert "2 reads on 1 ranks; rank 1 got rank 1" in printed
 
 
-def test_what_cannot_be_read_is_refused_by_name(recordings):
+def test_what_cannot_be_read_is_named_beside_the_report_on_the_others(recordings):
     recording = json.loads((recordings / "reads.0.100.1.json").read_text())
+    whole = run(f"audit {recordings}")
     file = recordings / "reads.7.1.1.json"
     file.write_text(json.dumps({**recording, "schema": 9}))
-    printed = run(f"audit {recordings}", 2)
-    assert file.name in printed and "`schema`" in printed
+    printed = run(f"audit {recordings}")
+    assert printed.startswith(whole.rstrip())
+    assert f"Not read: {file.name}" in printed and "`schema`" in printed
     del recording["release"]
     file.write_text(json.dumps(recording))
-    printed = run(f"audit {recordings}", 2)
-    assert file.name in printed and "`release`" in printed
+    assert "`release`" in run(f"audit {recordings}")
+    file.write_text('{"schema": 1, "ra')  # its disk was full
+    assert f"Not read: {file.name}" in run(f"audit {recordings}")
+    (unread,) = json.loads(run(f"audit {recordings} --json"))["unread"]
+    assert unread.startswith(file.name)
 
 
 def test_a_directory_without_recordings_is_refused(recordings):
