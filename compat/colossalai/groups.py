@@ -28,23 +28,22 @@ class UniqueGroups:
         self._owner = owner
         self._groups: dict[tuple[str | None, Ranks], ProcessGroup] = {}
 
+    def missing(self, lists: Iterable[Ranks], backend: str | None) -> set[Ranks]:
+        """The members of each group that was not created. Equal lists: equal on all ranks."""
+        return {ranks for ranks in lists if (backend, ranks) not in self._groups}
+
     def create(
         self,
         lists_of: Mapping[str, Lists],
         backend: str | None,
         proposal: Mapping[str, Any],
     ) -> None:
-        """Create what is missing of the lists, by label; all or none.
+        """Create what is missing of the lists, by label; all or none. *Collective* over the grid.
 
-        *Collective* over the grid, *local* if nothing is missing. The ranks compare ``proposal``
-        first, and how many groups are missing.
+        The ranks compare ``proposal`` first, and how many groups are missing.
         """
         rank = dist.get_rank()
-        every_group = chain(*lists_of.values())
-        # Of other ranks' groups too: with equal arguments all ranks lack one, or none does.
-        missing = {ranks for ranks in every_group if (backend, ranks) not in self._groups}
-        if not missing:
-            return
+        missing = self.missing(chain(*lists_of.values()), backend)
         proposal = {**proposal, "groups that are missing": len(missing)}
         groups = dict(self._groups)
         with self.grid.two_phase_commit(proposal, self._owner) as pool:

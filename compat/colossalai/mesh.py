@@ -50,6 +50,9 @@ class ProcessGroupMesh:
                 f"ProcessGroupMesh{size} needs torch.distributed: call "
                 f"torch.distributed.init_process_group() first."
             )
+        # ColossalAI's product of no sizes raises the same.
+        if not size:
+            raise TypeError("ProcessGroupMesh() needs the size of at least one axis.")
         self.rank = dist.get_rank()
         """The global rank of this process."""
         mesh_size = prod(size)
@@ -132,13 +135,13 @@ class ProcessGroupMesh:
     ) -> ProcessGroup:
         """Create the groups along an axis, or over several; returns the group of this rank.
 
-        *Collective* over the mesh. If every group that is asked for exists, also over other axes
-        and indices, it is *local*: nothing is created, and ranks may give different arguments.
-        Otherwise their arguments must be equal.
+        *Collective* over the mesh, also if all groups exist. If every group that is asked for
+        exists, also over other axes and indices, nothing is created, and ranks may give different
+        arguments. Otherwise their arguments must be equal.
 
         Raises IndexError on an axis that does not exist, ValueError on no indices, on one that
         does not exist or on a repeat, both after the other ranks were told, or after ten seconds;
-        AgreementError if ranks gave different arguments, or one does not come;
+        AgreementError if ranks gave different arguments and not all of their groups exist;
         CreationError if a group could not be created, and then no rank keeps one.
 
         Parameters
@@ -156,30 +159,19 @@ class ProcessGroupMesh:
             ``torch.distributed.GroupMember.NON_GROUP_MEMBER`` if this rank is at none of the
             indices. (ColossalAI returns None the first time, which means the world to torch.)
         """
-        layout = self.grid.layout
-        with telling_others(lambda: layout.ranks):
-            indices_of_axis = self._indices(axis, indices_at_axis)
-        backend = plain_backend(backend)
-        lists = self._ranks(indices_of_axis)
-        dims = [f"axis{axis}" for axis in indices_of_axis]
-        is_whole = len(lists[0]) == layout.dim_size(dims)
-        # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
-        label = "-".join(dims) or "alone"
-        if not is_whole:
-            indices = list(indices_of_axis.values())
-            label += f" at {indices}"
-        if backend:
-            label += f"/{backend}"
-        proposal = {"mesh": self.shape, "group": label}
-        self._groups.create({label: lists}, backend, proposal)
-        group = self._groups.own(lists, backend)
-        # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
-        if dims and backend is None and is_whole:
-            self.grid.hold(dims, group)
-        return group
+        return self._group(axis, indices_at_axis, backend, collective=True)
 
-    # As at home, what is missing is created.
-    get_group_along_axis = create_group_along_axis
+    def get_group_along_axis(
+        self,
+        axis: Axes,
+        indices_at_axis: Indices | None = None,
+        backend: str | None = None,
+    ) -> ProcessGroup:
+        """Return the groups along axes, as ``create_group_along_axis``; *local* if all exist.
+
+        With equal arguments it is local on all ranks or on none.
+        """
+        return self._group(axis, indices_at_axis, backend, collective=False)
 
     def get_ranks_in_group(self, group: ProcessGroup) -> list[int]:
         """The global ranks of a group of this mesh. KeyError for another."""
@@ -188,6 +180,40 @@ class ProcessGroupMesh:
     def destroy_mesh_process_groups(self) -> None:
         """Destroy every group of this mesh. *Local*; they can be created again."""
         self._groups.destroy()
+
+    def _group(
+        self,
+        axis: Axes,
+        indices_at_axis: Indices | None,
+        backend: str | None,
+        collective: bool,
+    ) -> ProcessGroup:
+        layout = self.grid.layout
+        with telling_others(lambda: layout.ranks):
+            indices_of_axis = self._indices(axis, indices_at_axis)
+        backend = plain_backend(backend)
+        lists = self._ranks(indices_of_axis)
+        dims = [f"axis{axis}" for axis in indices_of_axis]
+        is_whole = len(lists[0]) == layout.dim_size(dims)
+        # Of other ranks' groups too: a rank that lacks none must wait for those that lack one.
+        missing = self._groups.missing(lists, backend)
+        if missing or collective:
+            # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
+            label = "-".join(dims) or "alone"
+            if not is_whole:
+                indices = list(indices_of_axis.values())
+                label += f" at {indices}"
+            if backend:
+                label += f"/{backend}"
+            # Ranks whose groups all exist agree, whichever they ask for.
+            proposed_group = label if missing else "one that exists"
+            proposal = {"mesh": self.shape, "group": proposed_group}
+            self._groups.create({label: lists}, backend, proposal)
+        group = self._groups.own(lists, backend)
+        # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
+        if dims and backend is None and is_whole:
+            self.grid.hold(dims, group)
+        return group
 
     def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> IndicesOfAxis:
         """The indices at each axis, both ascending."""
@@ -247,13 +273,14 @@ def _listed(
             f"one list for each axis."
         )
     indices_of_axes = []
-    try:
-        for indices in indices_at_axis:
-            # Also numpy's whole numbers.
-            whole_indices = list(map(operator.index, indices))
-            indices_of_axes.append(whole_indices)
-    except TypeError:
-        raise AssertionError(
-            f"indices must be lists of whole numbers, got {shown(indices_at_axis)}."
-        ) from None
+    for indices in indices_at_axis:
+        whole_indices = [_whole(index) for index in indices]
+        indices_of_axes.append(whole_indices)
     return list(axis), indices_of_axes
+
+
+def _whole(index: Any) -> int:
+    try:
+        return operator.index(index)  # also numpy's whole numbers
+    except TypeError:
+        raise AssertionError(f"an index must be a whole number, got {shown(index)}.") from None
