@@ -238,13 +238,21 @@ class DistributedManager:
     ) -> None:
         """Create the default group, or use the one that exists, and be initialised.
 
-        *Collective* over the job. After a failure the manager is as before. A default group that
-        exists decides the rank and the world size.
+        *Collective* over the job. After a failure the manager is as before. Raises RuntimeError if
+        the default group has another rank or world size.
         """
         creates_default_group = not dist.is_initialized()
+        # Default groups of one rank each, in a job of many, would train as many models.
         if not creates_default_group:
-            rank = dist.get_rank()
-            world_size = dist.get_world_size()
+            default_rank = dist.get_rank()
+            default_size = dist.get_world_size()
+            if (default_rank, default_size) != (rank, world_size):
+                raise RuntimeError(
+                    f"torch.distributed is already initialised, as rank {default_rank} of "
+                    f"{default_size}, and this process was launched as rank {rank} of "
+                    f"{world_size}. Leave its initialisation to DistributedManager, or give it the "
+                    f"same numbers."
+                )
         if local_rank is None:
             local_rank = rank % max(torch.cuda.device_count(), 1)  # the host's devices in turn
         device = torch.device("cpu")
@@ -334,7 +342,12 @@ class DistributedManager:
 
         *Collective* over the job. Raises AssertionError if the node has no size.
         """
-        DistributedManager.create_process_subgroup(node.name, node.size or 0, parent, verbose)
+        with _checking():
+            if node.size is None:
+                raise AssertionError(
+                    f"{node.name!r} has no size: call set_leaf_group_sizes() on its tree first."
+                )
+        DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
         orthogonal_name = node.orthogonal_name
         DistributedManager.create_orthogonal_process_group(orthogonal_name, node.name, verbose)
         return orthogonal_name
@@ -370,11 +383,12 @@ class DistributedManager:
         Raises ValueError on a ``topology_mapping``: the order of the tree decides which ranks are
         adjacent.
         """
-        if topology_mapping is not None:
-            raise ValueError(
-                "topology_mapping must be None: ranks are placed in the order of the tree. "
-                "Add the node first whose ranks are to be adjacent."
-            )
+        with _checking():
+            if topology_mapping is not None:
+                raise ValueError(
+                    "topology_mapping must be None: ranks are placed in the order of the tree. "
+                    "Add the node first whose ranks are to be adjacent."
+                )
         DistributedManager.create_groups_from_config(config, verbose)
 
     # The mesh.

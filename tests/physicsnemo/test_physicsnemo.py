@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
+import hypergrid
 from compat import physicsnemo as pn
 from compat.physicsnemo import DistributedManager, ProcessGroupNode
 from hypergrid.groups.pool import live_pools
@@ -351,6 +352,20 @@ def test_a_node_creates_its_group_and_the_orthogonal_one(fake_world):
     assert dist.get_process_group_ranks(manager.group("y")) == [0, 2]
 
 
+@on_ranks(4)
+def test_a_refusal_on_one_rank_is_raised_on_all(rank):
+    manager = start(rank, 4)
+    is_wrong = rank == 1
+    mapping = [4] if is_wrong else None
+    config = pn.ProcessGroupConfig(ProcessGroupNode("x", 4))
+    with pytest.raises((ValueError, hypergrid.AgreementError), match="topology_mapping must be"):
+        manager.create_process_groups(config, mapping)
+    size = None if is_wrong else 2
+    with pytest.raises((AssertionError, hypergrid.AgreementError), match="'y' has no size"):
+        manager.create_group_from_node(ProcessGroupNode("y", size))
+    manager.create_group_from_node(ProcessGroupNode("y", 2))
+
+
 def test_it_keeps_what_ddp_is_to_be_given():
     DistributedManager._shared_state["_is_initialized"] = True
     manager = DistributedManager()
@@ -432,12 +447,11 @@ def test_modulus_name_for_the_override_is_read_too():
     assert _initialised(DistributedManager, environment)[0]["initialization_method"] == "openmpi"
 
 
-def test_the_numbers_are_those_of_a_default_group_that_exists(fake_world):
+def test_a_default_group_of_other_numbers_is_refused(fake_world):
     fake_world(4, rank=2)
-    manager = start(0, 2)
-    assert (manager.rank, manager.world_size) == (2, 4)
-    DistributedManager.cleanup()
-    assert dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"as rank 2 of 4, and .* launched as rank 0 of 2"):
+        start(0, 2)
+    assert not DistributedManager.is_initialized() and dist.get_world_size() == 4
 
 
 @on_ranks(4, backend="")
