@@ -53,5 +53,7 @@ def instead_of(name: str, slot: str | None = None) -> str:
         method = ".rank()"
     elif name.endswith("_world_size"):
         method = ".size()"
-    choice = " or ".join(f"pg_collection.{field}{method}" for field in fields[:4])
+    # More than four names advise nothing.
+    choices = [f"pg_collection.{field}{method}" for field in fields[:4]]
+    choice = " or ".join(choices)
     return f"pass {choice}"

@@ -35,7 +35,8 @@ class Log:
         self._written = time.monotonic()
         self._rank = int(os.environ.get("RANK", "0"))
         # Processes of two hosts may have one number, and each may record several times.
-        self._name = f"reads.{self._rank}.{self.process}.{secrets.token_hex(4)}"
+        random_name = secrets.token_hex(4)
+        self._name = f"reads.{self._rank}.{self.process}.{random_name}"
         self.directory.mkdir(parents=True, exist_ok=True)
         check_private(self.directory)
         # A directory that cannot be written is refused now, not when the job ends.
@@ -52,7 +53,8 @@ class Log:
         with self._lock:
             if key not in self._sites:
                 file = file_of(code, use["module"])
-                site = {**use, "file": file, "function": function_of(code), "count": 0}
+                function = function_of(code)
+                site = {**use, "file": file, "function": function, "count": 0}
                 self._sites[key] = (code, site)
             _, site = self._sites[key]
             site["count"] += 1
@@ -83,16 +85,19 @@ class Log:
             self._rank = dist.get_rank()
         with self._lock:
             self._written = time.monotonic()
+            recorded = [*self._sites.values()]
+            release = ".".join(map(str, RELEASE))
             data = {
                 "schema": SCHEMA,
                 "rank": self._rank,
-                "process": self.process,
-                "release": ".".join(map(str, RELEASE)),
-                "sites": [site for _, site in [*self._sites.values()]],
+                "release": release,
+                "sites": [site for _, site in recorded],
                 "problems": [*self._problems.values()],
             }
+            content = json.dumps(data)
+            path = self.directory / f"{self._name}.json"
             try:
-                replace(self.directory / f"{self._name}.json", json.dumps(data).encode())
+                replace(path, content.encode())
             except OSError as error:
                 text = f"the audit in {self.directory} is not written: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -109,7 +114,9 @@ def file_of(code: CodeType, module: str) -> str:
     if module == "__main__":
         return path.name
     # megatron.core.utils is the last three parts of /site-packages/megatron/core/utils.py.
-    depth = len(module.split("."))
+    packages = module.split(".")
+    depth = len(packages)
     if path.name == "__init__.py":
         depth += 1
-    return "/".join(path.parts[-depth:])
+    parts = path.parts[-depth:]
+    return "/".join(parts)

@@ -88,8 +88,6 @@ def owner_of(reader: Any) -> Owner | None:
     # Torch's objects hold groups for others.
     if type(reader).__module__.partition(".")[0] in ("torch", "builtins"):
         return None
-    if _is_collection(reader):
-        return _owner_of([reader])
     attributes = getattr(reader, "__dict__", None)
     if not isinstance(attributes, dict):
         return None
@@ -106,21 +104,16 @@ def _owner_of(holders: list[Any]) -> Owner | None:
             groups += _holders_in(vars(holder).values())
         else:
             groups.append(holder)
-    states = states_of(groups)
-    if len(states) > 1 or not groups:
-        return None
-    state = next(iter(states), None)
-    return Owner(state, tuple(collections), was_given=True)
-
-
-def states_of(groups: list[Any]) -> set[ParallelState]:
-    """The states that have some of these groups."""
     ids = {id(group) for group in groups}
-    states = set()
+    states = []
     for state in all_states():
         if any(id(getattr(state, slot)) in ids for slot in GROUP_SLOTS):
-            states.add(state)
-    return states
+            states.append(state)
+    if len(states) > 1 or not groups:
+        return None
+    # Groups that a program made by hand are of no state.
+    owning_state = next(iter(states), None)
+    return Owner(owning_state, tuple(collections), was_given=True)
 
 
 def _holders_in(values: Iterable[Any]) -> list[Any]:
@@ -145,22 +138,19 @@ def _object_of(frame: FrameType) -> Any:
     return None
 
 
-def reader_of(frame: FrameType) -> tuple[Any, Owner | None]:
+def reader_of(frame: FrameType) -> tuple[Any, Owner]:
     """The object that reads in ``frame``, the innermost that has groups, and their owner."""
     for caller in _callers(frame):
         owner = owner_of(caller)
         if owner is not None:
             return caller, owner
-    return None, None
+    return None, Owner(None)
 
 
 def _callers(frame: FrameType | None) -> Iterator[Any]:
     """The objects whose methods are running, the innermost first."""
-    previous = None
     while frame is not None:
         caller = _object_of(frame)
-        # Several methods of one object may call each other.
-        if caller is not None and caller is not previous:
+        if caller is not None:
             yield caller
-            previous = caller
         frame = frame.f_back

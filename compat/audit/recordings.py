@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from hypergrid.files import FileError, bytes_of, decoded
 
@@ -37,9 +38,8 @@ class _Wrong(TypedDict):
 class _Process(TypedDict):
     """A rank's file."""
 
-    schema: int
+    schema: Literal[1]  # SCHEMA
     rank: int
-    process: int
     release: str
     sites: list[_Use]
     problems: list[_Wrong]
@@ -77,16 +77,6 @@ class Problem:
 
 
 @dataclass
-class FileReads:
-    """One file's row."""
-
-    file: str
-    reads: int = 0
-    sites: int = 0
-    names: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
 class Audit:
     """The recording of all ranks."""
 
@@ -95,22 +85,19 @@ class Audit:
     ranks: list[int]
     releases: list[str]
     unread: list[str]
-    processes: int
 
     @property
     def reads(self) -> int:
         """All reads and writes."""
         return sum(site.count for site in self.sites)
 
-    def files(self) -> list[FileReads]:
-        """The table: a row for each file, the most reads first."""
-        row_of_file: dict[str, FileReads] = {}
+    def names_by_file(self) -> list[tuple[str, Counter[str]]]:
+        """How often each file used which name, the file with the most reads first."""
+        names_of_file: dict[str, Counter[str]] = {}
         for site in self.sites:
-            row = row_of_file.setdefault(site.file, FileReads(site.file))
-            row.reads += site.count
-            row.sites += 1
-            row.names[site.name] += site.count
-        return sorted(row_of_file.values(), key=lambda row: row.reads, reverse=True)
+            names = names_of_file.setdefault(site.file, Counter())
+            names[site.name] += site.count
+        return sorted(names_of_file.items(), key=lambda item: item[1].total(), reverse=True)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON."""
@@ -126,49 +113,45 @@ class Audit:
 def read(directory: Path) -> Audit:
     """Merge the files of all ranks in ``directory``. *Local*; loads no torch.
 
-    Raises FileError if there is none, OSError if the directory cannot be read. A file that is
-    broken is named in ``unread``.
+    Raises FileError if none can be read, OSError if the directory cannot. A file that is broken is
+    named in ``unread``.
     """
-    unread: list[str] = []
+    # A file that is being written has another suffix.
+    paths = [path for path in directory.iterdir() if path.match("reads.*.json")]
     processes: list[_Process] = []
-    for path in sorted(directory.iterdir()):
-        # A file that is being written has another suffix.
-        if not path.name.startswith("reads.") or path.suffix != ".json":
-            continue
+    unread: list[str] = []
+    for path in sorted(paths):
+        # The host of one rank may have lost its file: the report is on the others.
         try:
             process = decoded(bytes_of(path), _Process, path.name)
         except (FileError, OSError) as error:
             unread.append(str(error))
-            continue
-        if process["schema"] == SCHEMA:
-            processes.append(process)
         else:
-            unread.append(f"{path.name} has schema {process['schema']}, this reads {SCHEMA}.")
+            processes.append(process)
     if not processes:
         message = (
             f"{directory} has no recording of a rank (reads.RANK.*.json): run the job with "
             f"HYPERGRID_AUDIT={directory}."
         )
         raise FileError(" ".join([message, *unread[:3]]))
-    # A rank that started again has left a file for each of its processes.
-    process_ids = {(process["rank"], process["process"]) for process in processes}
     return Audit(
         sites=_merged_sites(processes),
         problems=_merged_problems(processes),
         ranks=sorted({process["rank"] for process in processes}),
         releases=sorted({process["release"] for process in processes}),
         unread=unread,
-        processes=len(process_ids),
     )
+
+
+_place_of = itemgetter("module", "file", "line", "function", "name", "writes")
 
 
 def _merged_sites(processes: Iterable[_Process]) -> list[Site]:
     """The lines of code, by file; each with what every rank recorded of it."""
-    site_of_place: dict[tuple[str, str, int, str, str, bool], Site] = {}
+    site_of_place: dict[tuple[Any, ...], Site] = {}
     for process in processes:
         for use in process["sites"]:
-            code = use["module"], use["file"], use["line"], use["function"]
-            place = (*code, use["name"], use["writes"])
+            place = _place_of(use)
             site = site_of_place.setdefault(place, Site(*place))
             site.ranks.add(process["rank"])
             site.states[use["state"]] += use["count"]
@@ -179,12 +162,12 @@ def _merged_sites(processes: Iterable[_Process]) -> list[Site]:
 def _merged_problems(processes: Iterable[_Process]) -> list[Problem]:
     """The wrong reads, each with all ranks that reported it."""
     problem_of_text: dict[tuple[str, str], Problem] = {}
-    for process in sorted(processes, key=lambda process: process["rank"]):
+    for process in sorted(processes, key=itemgetter("rank")):
+        rank = process["rank"]
         for wrong in process["problems"]:
-            new_problem = Problem(
-                wrong["kind"], wrong["text"], example=f"rank {process['rank']} {wrong['example']}"
-            )
-            problem = problem_of_text.setdefault((wrong["kind"], wrong["text"]), new_problem)
+            text = wrong["kind"], wrong["text"]
+            example = f"rank {rank} {wrong['example']}"
+            problem = problem_of_text.setdefault(text, Problem(*text, example=example))
             problem.reads += wrong["count"]
-            problem.ranks.add(process["rank"])
+            problem.ranks.add(rank)
     return [problem_of_text[text] for text in sorted(problem_of_text)]

@@ -13,9 +13,11 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple, cast
@@ -56,8 +58,8 @@ class ForbiddenReadError(RuntimeError):
 _read_by_thread = threading.local()  # its ``group``: the one behind the read in progress
 _log: Log | None = None  # of the innermost recording
 _rules: list[_Rule] = []
-_getters: dict[str, FunctionType] = {}  # those whose code is exchanged
-_originals: dict[str, FunctionType] = {}  # functions with the code that they had
+# Those whose code is exchanged, each with a function of the code that it had.
+_getters: dict[str, tuple[FunctionType, FunctionType]] = {}
 _lock = threading.RLock()
 _warned: set[str] = set()
 
@@ -84,9 +86,7 @@ def _put_in() -> None:
         # A wrapper that takes the arguments of the release stays around it.
         getter = cast(FunctionType, inspect.unwrap(names[name]))
         original = FunctionType(getter.__code__, names, name, getter.__defaults__)
-        original.__kwdefaults__ = getter.__kwdefaults__
-        _originals[name] = original
-        _getters[name] = getter
+        _getters[name] = (getter, original)
         getter.__code__ = _detour(getter)
     module.__class__ = _Watched
     owners.watch()
@@ -101,10 +101,9 @@ def renew() -> None:
 
 
 def _take_out() -> None:
-    for name, getter in _getters.items():
-        getter.__code__ = _originals[name].__code__
+    for getter, original in _getters.values():
+        getter.__code__ = original.__code__
     _getters.clear()
-    _originals.clear()
     namespace().pop(_HOOK, None)
     sys.modules[_MODULE].__class__ = ModuleType
     owners.unwatch()
@@ -113,17 +112,14 @@ def _take_out() -> None:
 def _detour(getter: FunctionType) -> CodeType:
     """Code of the same signature that passes its arguments to the hook.
 
-    For ``get_rank(group, *, timeout)`` it is that of
-    ``def get_rank(group, *, timeout): return _hypergrid_audit("get_rank", group=group, ...)``.
+    For ``get_rank(group, stage)`` it is that of
+    ``def get_rank(group, stage): return _hypergrid_audit("get_rank", group, stage)``.
     """
     name = getter.__name__
     code = getter.__code__
-    parameters = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    arguments = [f"{parameter}={parameter}" for parameter in parameters]
-    if code.co_kwonlyargcount:
-        parameters.insert(code.co_argcount, "*")
-    call = f"{_HOOK}({', '.join([repr(name), *arguments])})"
-    source = f"def {name}({', '.join(parameters)}): return {call}"
+    parameters = code.co_varnames[: code.co_argcount]
+    arguments = ", ".join([repr(name), *parameters])
+    source = f"def {name}({', '.join(parameters)}): return {_HOOK}({arguments})"
     defined: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), defined)
     return defined[name].__code__
@@ -145,25 +141,24 @@ class _Watched(ModuleType):
         frame = None
         if name in SLOTS:
             frame = _reader(sys._getframe().f_back)
-        if frame is None:
-            super().__setattr__(name, value)
-            return
-        _refuse(name, frame)
+        if frame is not None:
+            _refuse(name, frame)
         super().__setattr__(name, value)
-        _record(name, True, frame, _group_or_none(value))
+        if frame is not None:
+            _record(name, True, frame, _group_or_none(value))
 
 
-def _read(name: str, /, **arguments: Any) -> Any:
+def _read(name: str, *arguments: Any) -> Any:
     """The code of every audited getter while something is on."""
-    getter = _originals[name]
+    _, getter = _getters[name]
     # The compiler cannot trace what follows.
     if torch.compiler.is_dynamo_compiling():
-        return getter(**arguments)
+        return getter(*arguments)
     frame = _reader(sys._getframe(1).f_back)
     if frame is None:
         # One function of ours calls another, or no Python code calls. The outer read, if there is
         # one, is answered from this group: get_tensor_model_parallel_rank() asks for its group.
-        result = getter(**arguments)
+        result = getter(*arguments)
         if isinstance(result, ProcessGroup):
             _read_by_thread.group = result
         return result
@@ -171,7 +166,7 @@ def _read(name: str, /, **arguments: Any) -> Any:
     _read_by_thread.group = None
     group = None
     try:
-        result = getter(**arguments)
+        result = getter(*arguments)
         group = _group_or_none(result)
         return result
     finally:  # a read that fails counts too
@@ -284,9 +279,6 @@ class _Read(NamedTuple):
 def _judge(read: _Read) -> None:
     """Report a read of another state than the reader's, or of whatever state is current."""
     reader, owner = owners.reader_of(read.frame)
-    if owner is None:
-        _judge_activation(read)
-        return
     expected = owner.group(read.slot)
     if expected is UNKNOWN:
         _judge_activation(read)
@@ -298,13 +290,10 @@ def _judge(read: _Read) -> None:
 def _report_other_state(
     read: _Read, reader: Any, owner: Owner, expected: ProcessGroup | None
 ) -> None:
-    source: Any = current()
-    if read.group is not None:
-        source = next(iter(owners.states_of([read.group])), None)
     built = "given groups of" if owner.was_given else "built under"
     text = (
         f"{type(reader).__name__} {built} {_state_name(owner.state)} {read.verb} of "
-        f"{_state_name(source)} at {_location(read.frame)}, by {read.name}(). Read inside `with "
+        f"{_state_name(current())} at {_location(read.frame)}, by {read.name}(). Read inside `with "
         f"state.activate():` of its own state, {read.remedy}"
     )
     ranks = _ranks(read.group)
@@ -403,15 +392,15 @@ def recording(directory: str | os.PathLike[str]) -> Iterator[None]:
         log.close()
 
 
+@dataclass(eq=False)
 class _Rule:
     """Raises at reads from the call on, for the process; as a context manager until its end."""
 
-    def __init__(
-        self, patterns: Sequence[str] = (), allow: Sequence[str] = (), is_strict: bool = False
-    ) -> None:
-        self.patterns = patterns
-        self.allow = allow
-        self.is_strict = is_strict
+    patterns: Sequence[str] = ()
+    allow: Sequence[str] = ()
+    is_strict: bool = False
+
+    def __post_init__(self) -> None:
         _rules.append(self)
         _switch()
 
@@ -431,19 +420,17 @@ class _Rule:
         """Refuse a read of ``name`` by ``frame``, if a pattern matches its module."""
         module = frame.f_globals.get("__name__", "")
         read = f"{module}:{name}"
-        is_allowed = any(_matches((module, name, read), pattern) for pattern in self.allow)
+        exceptions = product((module, name, read), self.allow)
+        if any(fnmatchcase(text, pattern) for text, pattern in exceptions):
+            return
         for pattern in self.patterns:
-            if _matches((module,), pattern) and not is_allowed:
+            if fnmatchcase(module, pattern):
                 raise ForbiddenReadError(
                     f"rank {_rank()}: {module} used {name} of parallel_state at "
                     f"{_location(frame)}, in {function_of(frame.f_code)}, which "
                     f"forbid({pattern!r}) does not allow. What to do: {instead_of(name)}. To "
                     f"allow it for now: forbid({pattern!r}, allow=[{read!r}])."
                 )
-
-
-def _matches(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def strict() -> _Rule:

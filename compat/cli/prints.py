@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, astuple
@@ -288,12 +289,12 @@ def audit(recordings: Audit) -> None:
         reads = f"{problem.reads:,} reads on {len(problem.ranks)} ranks"
         out.print(f"  {reads}; {problem.example}\n", style="dim")
     rows = []
-    for file in recordings.files():
-        counts = file.names.most_common()
-        names = [f"{name} {count:,}" for name, count in counts]
-        reads = f"{file.reads:,}"
-        sites = f"{file.sites:,}"
-        rows.append((file.file, reads, sites, few(names)))
+    sites_of_file = Counter(site.file for site in recordings.sites)
+    for file, counts in recordings.names_by_file():
+        names = [f"{name} {count:,}" for name, count in counts.most_common()]
+        reads = f"{counts.total():,}"
+        sites = f"{sites_of_file[file]:,}"
+        rows.append((file, reads, sites, few(names)))
     table(out, ("file", ">reads", ">sites", "of"), rows)
     site_count = len(recordings.sites)
     rank_count = len(recordings.ranks)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +28,7 @@ class EnvironmentTable:
 
     A job may hold several tables; each destroys what it created. Methods that create are
     *collective* over the world, the others *local*. One that refuses its arguments raises when the
-    other ranks know of it, after a minute at most.
+    other ranks know of it, after ten seconds at most.
 
     Examples
     --------
@@ -91,13 +89,14 @@ class EnvironmentTable:
         AgreementError, CreationError
             Ranks asked for different things, or a group could not be created; all roll back.
         """
-        with self._telling_others():
+        with telling_others(lambda: self._world):
             self._check_new(name)
             # Also numpy's whole numbers; ascending, as a second name has the same members.
             numbers = [operator.index(rank) for rank in ranks]
             members = tuple(sorted(numbers))
-            is_repeated = len(set(members)) < len(members)
-            is_of_world = set(members) <= set(self._world)
+            different_members = set(members)
+            is_repeated = len(different_members) < len(members)
+            is_of_world = different_members <= set(self._world)
             if not members or is_repeated or not is_of_world:
                 raise ValueError(
                     f"ranks {shown(members)} make no group: give at least one of 0 to "
@@ -120,7 +119,7 @@ class EnvironmentTable:
         ``shape`` and ``dim_names`` are as for ``torch.distributed.device_mesh.init_device_mesh``:
         the last is the fastest. Errors as for a group.
         """
-        with self._telling_others():
+        with telling_others(lambda: self._world):
             # In a mesh the last dim is the fastest, in a layout the first.
             names = tuple(dim_names)[::-1]
             sizes = tuple(shape)[::-1]
@@ -149,9 +148,6 @@ class EnvironmentTable:
         self._groups.destroy()
         self.process_group_pool.clear()
         self.device_mesh_pool.clear()
-
-    def _telling_others(self) -> AbstractContextManager[None]:
-        return telling_others(lambda: self._world, patience=timedelta(minutes=1))
 
     def _create(
         self,

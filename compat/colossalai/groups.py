@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -28,12 +29,8 @@ class UniqueGroups:
         self._groups: dict[tuple[str | None, Ranks], ProcessGroup] = {}
 
     def missing(self, lists: Iterable[Ranks], backend: str | None) -> set[Ranks]:
-        """The members of each group that was not created."""
-        missing = set()
-        for ranks in lists:
-            if (backend, ranks) not in self._groups:
-                missing.add(ranks)
-        return missing
+        """The members of each group that was not created. Equal lists: equal on all ranks."""
+        return {ranks for ranks in lists if (backend, ranks) not in self._groups}
 
     def create(
         self,
@@ -46,16 +43,13 @@ class UniqueGroups:
         The ranks compare ``proposal`` first, and how many groups are missing.
         """
         rank = dist.get_rank()
-        missing: set[Ranks] = set()
-        for lists in lists_of.values():
-            missing |= self.missing(lists, backend)
+        missing = self.missing(chain(*lists_of.values()), backend)
         proposal = {**proposal, "groups that are missing": len(missing)}
         groups = dict(self._groups)
         with self.grid.two_phase_commit(proposal, self._owner) as pool:
             for label, lists in lists_of.items():
-                new = [ranks for ranks in lists if ranks in missing]
-                # A label behind may have some of them, too.
-                missing.difference_update(new)
+                # A label before may have created some of them.
+                new = [ranks for ranks in lists if (backend, ranks) not in groups]
                 if not new:
                     continue
                 own_ranks = {}
@@ -78,10 +72,9 @@ class UniqueGroups:
 
     def ranks_of(self, group: ProcessGroup) -> list[int]:
         """The members of one of these groups of this rank. KeyError for another."""
-        for (_, ranks), known_group in self._groups.items():
-            if known_group is group and group is not NOT_A_MEMBER:
-                return list(ranks)
-        raise KeyError(group)
+        if group is NOT_A_MEMBER or group not in self._groups.values():
+            raise KeyError(group)
+        return dist.get_process_group_ranks(group)
 
     def destroy(self) -> None:
         """Destroy every group. *Local*; they can be created again."""

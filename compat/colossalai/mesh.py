@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from math import prod
 from typing import Any, Literal, TypeAlias
 
@@ -54,39 +53,33 @@ class ProcessGroupMesh:
         # ColossalAI's product of no sizes raises the same.
         if not size:
             raise TypeError("ProcessGroupMesh() needs the size of at least one axis.")
+        self.rank = dist.get_rank()
+        """The global rank of this process."""
+        mesh_size = prod(size)
         world_size = dist.get_world_size()
-        if prod(size) != world_size:
+        if mesh_size != world_size:
             raise AssertionError(
-                f"ProcessGroupMesh{size} on rank {dist.get_rank()} has {prod(size)} ranks and "
-                f"the world has {world_size}: the product of the sizes must be the world's size."
+                f"ProcessGroupMesh{size} on rank {self.rank} has {mesh_size} ranks and the world "
+                f"has {world_size}: the product of the sizes must be the world's size."
             )
         dims = [f"axis{axis}" for axis in range(len(size))]
+        dims.reverse()
         # The layout's first dim is the fastest, and it is the mesh's last axis.
-        layout = RankLayout(tuple(dims[::-1]), size[::-1])
+        layout = RankLayout(tuple(dims), size[::-1])
         self.grid = HyperCommGrid.over(layout)
-        self._shape: Coordinate = layout.sizes[::-1]
-        self._rank = dist.get_rank()
-        self._coord = self.unravel(self._rank, self._shape)
+        self.shape: Coordinate = layout.sizes[::-1]
+        """The size of each axis."""
+        self._coord = self.unravel(self.rank, self.shape)
         self._groups = UniqueGroups(self.grid, repr(self))
 
     def __repr__(self) -> str:
-        return f"ProcessGroupMesh{self._shape} (rank {self._rank} at {self._coord})"
-
-    @property
-    def shape(self) -> Coordinate:
-        """The size of each axis."""
-        return self._shape
-
-    @property
-    def rank(self) -> int:
-        """The global rank of this process."""
-        return self._rank
+        return f"ProcessGroupMesh{self.shape} (rank {self.rank} at {self._coord})"
 
     def size(self, dim: int | None = None) -> int | Coordinate:
         """The size of one axis, or of each."""
         if dim is None:
-            return self._shape
-        return self._shape[dim]
+            return self.shape
+        return self.shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
         """The coordinate of this rank on one axis, or on each."""
@@ -97,7 +90,9 @@ class ProcessGroupMesh:
     @staticmethod
     def unravel(rank: int, shape: Sequence[int]) -> Coordinate:
         """The coordinate of ``rank``. ValueError if it is outside ``shape``."""
-        return tuple(map(int, np.unravel_index(rank, shape)))
+        # Python's integers, where numpy gives its own.
+        indices = np.unravel_index(rank, shape)
+        return tuple(map(int, indices))
 
     @staticmethod
     def ravel(
@@ -112,7 +107,8 @@ class ProcessGroupMesh:
         """
         if mode not in ("raise", "wrap", "clip"):
             raise AssertionError(f"invalid mode {shown(mode)}; allowed: raise, wrap, clip.")
-        return int(np.ravel_multi_index(coord, shape, mode))
+        rank = np.ravel_multi_index(coord, shape, mode)
+        return int(rank)
 
     @staticmethod
     def get_coords_along_axis(
@@ -144,7 +140,7 @@ class ProcessGroupMesh:
         arguments. Otherwise their arguments must be equal.
 
         Raises IndexError on an axis that does not exist, ValueError on no indices, on one that
-        does not exist or on a repeat, both after the other ranks were told, or after a minute;
+        does not exist or on a repeat, both after the other ranks were told, or after ten seconds;
         AgreementError if ranks gave different arguments and not all of their groups exist;
         CreationError if a group could not be created, and then no rank keeps one.
 
@@ -193,26 +189,25 @@ class ProcessGroupMesh:
         collective: bool,
     ) -> ProcessGroup:
         layout = self.grid.layout
-        with telling_others(lambda: layout.ranks, patience=timedelta(minutes=1)):
+        with telling_others(lambda: layout.ranks):
             indices_of_axis = self._indices(axis, indices_at_axis)
         backend = plain_backend(backend)
         lists = self._ranks(indices_of_axis)
         dims = [f"axis{axis}" for axis in indices_of_axis]
-        group_size = len(lists[0])
-        is_whole = group_size == layout.dim_size(dims)
+        is_whole = len(lists[0]) == layout.dim_size(dims)
         # Of other ranks' groups too: a rank that lacks none must wait for those that lack one.
         missing = self._groups.missing(lists, backend)
         if missing or collective:
             # In words which groups these are: "axis0-axis2 at [[0, 1], [3]]/gloo".
             label = "-".join(dims) or "alone"
             if not is_whole:
-                label += f" at {list(indices_of_axis.values())}"
+                indices = list(indices_of_axis.values())
+                label += f" at {indices}"
             if backend:
                 label += f"/{backend}"
-            proposal = {
-                "mesh": self._shape,
-                "group": label if missing else "one that exists",
-            }
+            # Ranks whose groups all exist agree, whichever they ask for.
+            proposed_group = label if missing else "one that exists"
+            proposal = {"mesh": self.shape, "group": proposed_group}
             self._groups.create({label: lists}, backend, proposal)
         group = self._groups.own(lists, backend)
         # The grid has the groups over whole axes: for mesh.grid.get_pg() and device_mesh().
@@ -223,40 +218,42 @@ class ProcessGroupMesh:
     def _indices(self, axis: Axes, indices_at_axis: Indices | None) -> IndicesOfAxis:
         """The indices at each axis, both ascending."""
         if indices_at_axis is None:
-            axis = [axis] if isinstance(axis, int) else axis
-            indices_at_axis = [range(self._shape[number]) for number in axis]
+            if isinstance(axis, int):
+                axis = [axis]
+            indices_at_axis = [range(self.shape[number]) for number in axis]
         axes, indices_of_axes = _listed(axis, indices_at_axis)
         indices_of_axis: IndicesOfAxis = {}
         for number, indices in zip(axes, indices_of_axes, strict=True):
-            size = self._shape[number]  # IndexError if there is no such axis
-            axis_number = number % len(self._shape)  # -1 is the last one
-            different_indices = set(indices)
-            is_valid = (
-                bool(indices)
-                and len(different_indices) == len(indices)
-                and different_indices <= set(range(size))
-                and axis_number not in indices_of_axis
-            )
-            if not is_valid:
+            size = self.shape[number]  # IndexError if there is no such axis
+            axis_number = number % len(self.shape)  # -1 is the last one
+            chosen = sorted(set(indices))
+            is_repeated = len(chosen) < len(indices)
+            is_known_axis = axis_number in indices_of_axis
+            places = set(range(size))
+            is_outside = not places.issuperset(chosen)
+            if not chosen or is_repeated or is_known_axis or is_outside:
                 raise ValueError(
                     f"indices {shown(indices)} at axis {number} make no group in {self!r}: give "
                     f"each axis once, and of 0 to {size - 1} at least one, each once."
                 )
-            indices_of_axis[axis_number] = sorted(indices)
-        return dict(sorted(indices_of_axis.items()))
+            indices_of_axis[axis_number] = chosen
+        # The order in which axes are named makes no other groups.
+        axes_in_order = sorted(indices_of_axis.items())
+        return dict(axes_in_order)
 
     def _ranks(self, indices_of_axis: IndicesOfAxis) -> Lists:
         """The members of every group."""
         world = np.arange(self.grid.size)
-        ranks = world.reshape(self._shape)
-        group_size = 1
+        # The ranks as they lie in the mesh, then those alone that are at the indices.
+        ranks = world.reshape(self.shape)
         for axis, indices in indices_of_axis.items():
             ranks = ranks.take(indices, axis)
-            group_size *= len(indices)
         # Members differ on these axes alone: as the last ones, each group's ranks are neighbours.
         axes = list(indices_of_axis)
         last_axes = range(-len(axes), 0)
         ranks = np.moveaxis(ranks, axes, last_axes)
+        counts = [len(indices) for indices in indices_of_axis.values()]
+        group_size = prod(counts)
         groups = ranks.reshape(-1, group_size)
         return [tuple(group) for group in groups.tolist()]
 
@@ -269,19 +266,21 @@ def _listed(
     if not isinstance(axis, Iterable):
         axis = [axis]
         indices_at_axis = [indices_at_axis]
-    if len(axis) != len(indices_at_axis):
+    axis_count = len(axis)
+    if axis_count != len(indices_at_axis):
         raise ValueError(
-            f"{len(axis)} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give one "
-            f"list for each axis."
+            f"{axis_count} axes {shown(axis)} were given indices {shown(indices_at_axis)}: give "
+            f"one list for each axis."
         )
     indices_of_axes = []
     for indices in indices_at_axis:
-        indices_of_axes.append([_whole(index) for index in indices])
+        whole_indices = [_whole(index) for index in indices]
+        indices_of_axes.append(whole_indices)
     return list(axis), indices_of_axes
 
 
 def _whole(index: Any) -> int:
     try:
-        return operator.index(index)
+        return operator.index(index)  # also numpy's whole numbers
     except TypeError:
         raise AssertionError(f"an index must be a whole number, got {shown(index)}.") from None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from compat.physicsnemo.tree import ProcessGroupConfig
+from compat.physicsnemo.tree import ProcessGroupConfig, ProcessGroupNode
 from hypergrid.groups.grid import HyperCommGrid
 from hypergrid.layout import LayoutError, RankLayout
 
@@ -27,13 +27,15 @@ def cut(parents: Lists, size: int) -> Lists:
             f"groups of {parent_size} ranks cannot be cut into groups of {size}: choose a size "
             f"that divides {parent_size}."
         )
-    lists: Lists = np.reshape(parents, (-1, size)).tolist()
+    groups = np.reshape(parents, (-1, size))
+    lists: Lists = groups.tolist()
     return lists
 
 
 def orthogonal(groups: Lists) -> Lists:
     """The first members of all the groups, the second members, and so on."""
-    lists: Lists = np.transpose(groups).tolist()
+    transposed = np.transpose(groups)
+    lists: Lists = transposed.tolist()
     return lists
 
 
@@ -41,23 +43,28 @@ def of_tree(config: ProcessGroupConfig, world_size: int) -> dict[str, Lists]:
     """All groups of each node and all orthogonal to one, by name, in upstream's order."""
     lists_of: dict[str, Lists] = {}
 
-    def add(name: str, groups: Lists) -> None:
-        # Orthogonal to "model" in "model x data" may be "data", which is a node too.
-        if sorted(lists_of.setdefault(name, groups)) != sorted(groups):
-            raise AssertionError(
-                f"two groups of the tree have the name {name!r} and other ranks: {groups[:4]} "
-                f"and {lists_of[name][:4]}. Take another name for one of them."
-            )
+    def add(node: ProcessGroupNode, parents: Lists) -> Lists:
+        """Add the groups of a node inside these, and those orthogonal to them, which it gives."""
+        lists = cut(parents, node.size or 0)
+        orthogonal_lists = orthogonal(lists)
+        named_lists = [(node.name, lists), (node.orthogonal_name, orthogonal_lists)]
+        for name, groups in named_lists:
+            # Orthogonal to "model" in "model x data" may be "data", which is a node too.
+            known_groups = lists_of.setdefault(name, groups)
+            if sorted(known_groups) != sorted(groups):
+                raise AssertionError(
+                    f"two groups of the tree have the name {name!r} and other ranks: "
+                    f"{groups[:4]} and {known_groups[:4]}. Take another name for one of them."
+                )
+        return orthogonal_lists
 
-    add(config.root_id, cut([list(range(world_size))], config.root.size or 0))
-    add(config.root.orthogonal_name, orthogonal(lists_of[config.root_id]))
+    world = list(range(world_size))
+    add(config.root, [world])
     for name in config.breadth_first():
         # Each child is cut from the ranks that differ in nothing that the child before is over.
         remaining = lists_of[name]
         for child in config.children(name):
-            add(child.name, cut(remaining, child.size or 0))
-            remaining = orthogonal(lists_of[child.name])
-            add(child.orthogonal_name, remaining)
+            remaining = add(child, remaining)
     return lists_of
 
 
@@ -65,10 +72,13 @@ def create(grid: HyperCommGrid, lists_of: dict[str, Lists]) -> dict[str, Process
     """Create groups of all names, or none; ``grid`` owns them. *Collective*."""
     proposal = {f"group {name}": lists for name, lists in lists_of.items()}
     groups = {}
+    rank = dist.get_rank()
     with grid.two_phase_commit(proposal, OWNER) as pool:
         for name, lists in lists_of.items():
-            (own_ranks,) = (ranks for ranks in lists if dist.get_rank() in ranks)
-            (groups[name],) = pool.make(name, {name: tuple(sorted(own_ranks))}, lists.copy)
+            # Each name is over the world, so this rank is in one of its groups.
+            (own_ranks,) = (ranks for ranks in lists if rank in ranks)
+            ranks_of_name = {name: tuple(sorted(own_ranks))}
+            (groups[name],) = pool.make(name, ranks_of_name, lists.copy)
     return groups
 
 
@@ -78,10 +88,12 @@ def mesh_layout(shape: Sequence[int], names: Sequence[str]) -> RankLayout:
     sizes = list(shape)
     if -1 in sizes:
         # (2, -1, 2) in a world of 8: 8 / (2 * 2) = 2 in place of the -1.
-        known_product = prod(size for size in sizes if size != -1)
+        known_product = -prod(sizes)
         sizes[sizes.index(-1)] = world_size // max(known_product, 1)
     try:
-        layout = RankLayout(tuple(names)[::-1], tuple(sizes)[::-1])
+        # In a mesh the last dim is the fastest, in a layout the first.
+        dims = tuple(names)[::-1]
+        layout = RankLayout(dims, tuple(sizes)[::-1])
         if layout.size != world_size or not sizes:
             raise LayoutError(
                 f"its sizes, of which one may be -1, must multiply to the world's {world_size} "
@@ -96,11 +108,13 @@ def mesh_layout(shape: Sequence[int], names: Sequence[str]) -> RankLayout:
 def create_mesh(layout: RankLayout, device_type: str) -> tuple[HyperCommGrid, DeviceMesh]:
     """A mesh over the groups of a new grid, which owns them. *Collective* over the job."""
     grid = HyperCommGrid.over(layout)
-    # A mesh of one dim has the default group, as torch's own.
-    groups = dict.fromkeys(layout.dims, dist.group.WORLD)
-    if len(layout.dims) > 1:
-        lists_of: dict[str, Lists] = {dim: layout.groups(dim).tolist() for dim in layout.dims}
-        groups = create(grid, lists_of)
-    for dim, group in groups.items():
-        grid.hold((dim,), group)
+    if len(layout.dims) == 1:
+        grid.hold(layout.dims, dist.group.WORLD)  # as torch's own meshes
+    else:
+        try:
+            for dim in layout.dims:
+                grid.create_pg(dim)
+        except BaseException:
+            grid.destroy()  # the groups over the dims before
+            raise
     return grid, grid.device_mesh(device_type=device_type)

@@ -9,6 +9,12 @@ OVERRIDES = (
     "PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD",
     "MODULUS_DISTRIBUTED_INITIALIZATION_METHOD",
 )
+# By method: the variables that decide for it. As upstream, others may be missing then.
+_DECIDING = {
+    "ENV": {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"},
+    "SLURM": {"SLURM_PROCID"},
+    "OPENMPI": {"OMPI_COMM_WORLD_RANK"},
+}
 # By method: the variables of the rank, the world's size and the rank on the host.
 _NUMBERS = {
     "ENV": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -20,7 +26,6 @@ _NUMBERS = {
 def method() -> str | None:
     """The method that the environment asks for, else the first whose variables are set, or None.
 
-    As upstream: "ENV" counts if all its variables are set, the others if that of the rank is.
     Raises RuntimeError on an unknown method.
     """
     for override in OVERRIDES:
@@ -32,10 +37,8 @@ def method() -> str | None:
                 f"invalid {override}={name!r}; allowed: {', '.join(_NUMBERS)}. Unset it to take "
                 f"the first method whose variables are set."
             )
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        return "ENV"
-    for name in ("SLURM", "OPENMPI"):
-        if _NUMBERS[name][0] in os.environ:
+    for name, variables in _DECIDING.items():
+        if variables <= os.environ.keys():
             return name
     return None
 

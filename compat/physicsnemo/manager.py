@@ -214,26 +214,17 @@ class DistributedManager:
     @staticmethod
     def initialize_env() -> None:
         """Join from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
-        numbers = launch.numbers("ENV")
-        addr = launch.required("MASTER_ADDR")
-        port = launch.required("MASTER_PORT")
-        backend = DistributedManager.get_available_backend()
-        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend)
+        _join("ENV", launch.required("MASTER_ADDR"), launch.required("MASTER_PORT"))
 
     @staticmethod
     def initialize_slurm(port: str) -> None:
         """Join from SLURM's variables."""
-        numbers = launch.numbers("SLURM")
-        addr = launch.required("SLURM_LAUNCH_NODE_IPADDR")
-        backend = DistributedManager.get_available_backend()
-        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend, method="slurm")
+        _join("SLURM", launch.required("SLURM_LAUNCH_NODE_IPADDR"), port)
 
     @staticmethod
     def initialize_open_mpi(addr: str, port: str) -> None:
         """Join from OpenMPI's variables."""
-        numbers = launch.numbers("OPENMPI")
-        backend = DistributedManager.get_available_backend()
-        DistributedManager.setup(**numbers, addr=addr, port=port, backend=backend, method="openmpi")
+        _join("OPENMPI", addr, port)
 
     @staticmethod
     def setup(
@@ -250,6 +241,18 @@ class DistributedManager:
         *Collective* over the job. After a failure the manager is as before. Raises RuntimeError if
         the default group has another rank or world size.
         """
+        creates_default_group = not dist.is_initialized()
+        # Default groups of one rank each, in a job of many, would train as many models.
+        if not creates_default_group:
+            default_rank = dist.get_rank()
+            default_size = dist.get_world_size()
+            if (default_rank, default_size) != (rank, world_size):
+                raise RuntimeError(
+                    f"torch.distributed is already initialised, as rank {default_rank} of "
+                    f"{default_size}, and this process was launched as rank {rank} of "
+                    f"{world_size}. Leave its initialisation to DistributedManager, or give it the "
+                    f"same numbers."
+                )
         if local_rank is None:
             local_rank = rank % max(torch.cuda.device_count(), 1)  # the host's devices in turn
         device = torch.device("cpu")
@@ -257,23 +260,16 @@ class DistributedManager:
         if torch.cuda.is_available():
             device = torch.device("cuda", local_rank)
             bound_device = device
-        creates_default_group = not dist.is_initialized()
+        attributes = DistributedManager._shared_state
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
         if creates_default_group:
             dist.init_process_group(
                 backend, rank=rank, world_size=world_size, device_id=bound_device
             )
-        elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-            raise RuntimeError(
-                f"torch.distributed is already initialised, as rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}, and this process was launched as rank {rank} of "
-                f"{world_size}. Leave its initialisation to DistributedManager, or give it the "
-                f"same numbers."
-            )
+            attributes["_owns_default_group"] = True
         if bound_device is not None:
             torch.cuda.set_device(device)
             torch.cuda.empty_cache()
-        attributes = DistributedManager._shared_state
         attributes.update(
             _rank=rank,
             _world_size=world_size,
@@ -283,10 +279,6 @@ class DistributedManager:
             _initialization_method=method,
             _is_initialized=True,
         )
-        if creates_default_group:
-            attributes["_owns_default_group"] = True
-        atexit.unregister(DistributedManager.cleanup)
-        atexit.register(DistributedManager.cleanup)
 
     @staticmethod
     def cleanup(barrier: bool = False) -> None:
@@ -350,10 +342,11 @@ class DistributedManager:
 
         *Collective* over the job. Raises AssertionError if the node has no size.
         """
-        if node.size is None:
-            raise AssertionError(
-                f"{node.name!r} has no size: call set_leaf_group_sizes() on its tree first."
-            )
+        with _checking():
+            if node.size is None:
+                raise AssertionError(
+                    f"{node.name!r} has no size: call set_leaf_group_sizes() on its tree first."
+                )
         DistributedManager.create_process_subgroup(node.name, node.size, parent, verbose)
         orthogonal_name = node.orthogonal_name
         DistributedManager.create_orthogonal_process_group(orthogonal_name, node.name, verbose)
@@ -457,6 +450,14 @@ class DistributedManager:
                 print(f"{name}:", *all_ranks, sep="\n    ")
 
 
+def _join(method: str, addr: str, port: str) -> None:
+    backend = DistributedManager.get_available_backend()
+    numbers = launch.numbers(method)
+    DistributedManager.setup(
+        **numbers, addr=addr, port=port, backend=backend, method=method.lower()
+    )
+
+
 @contextmanager
 def _checking() -> Iterator[DistributedManager]:
     """The manager. An error inside is raised on this rank and told to all others of the job."""
@@ -468,3 +469,6 @@ def _checking() -> Iterator[DistributedManager]:
         )
     with telling_others(lambda: range(manager.world_size)):
         yield manager
+
+
+atexit.register(DistributedManager.cleanup)  # here, as upstream: it runs last

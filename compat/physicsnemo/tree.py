@@ -50,29 +50,32 @@ class ProcessGroupConfig:
         self.root = node
         self.root_id = node.name
         self._nodes = {node.name: node}
-        self._children: dict[str, list[str]] = {node.name: []}
+        self._children: dict[str, list[ProcessGroupNode]] = {node.name: []}
 
     def add_node(self, node: ProcessGroupNode, parent: str | ProcessGroupNode) -> None:
         """Add ``node`` as the last child of ``parent``, a node or its name."""
         if isinstance(parent, ProcessGroupNode):
             parent = parent.name
-        siblings = self._children[self.get_node(parent).name]
+        parent_node = self.get_node(parent)
+        siblings = self._children[parent_node.name]
         if node.name in self._nodes:
             raise AssertionError(f"the tree has a group {node.name!r} already. Take another name.")
-        siblings.append(node.name)
+        siblings.append(node)
         self._nodes[node.name] = node
         self._children[node.name] = []
 
     def get_node(self, name: str) -> ProcessGroupNode:
         """The node of that name."""
         if name not in self._nodes:
-            raise AssertionError(f"the tree has no group {name!r}. It has {list(self._nodes)}.")
+            names = list(self._nodes)
+            raise AssertionError(f"the tree has no group {name!r}. It has {names}.")
         return self._nodes[name]
 
     def children(self, name: str) -> list[ProcessGroupNode]:
         """The children of the node of that name, as they were added."""
         parent = self.get_node(name)
-        return [self._nodes[child] for child in self._children[parent.name]]
+        children = self._children[parent.name]
+        return list(children)
 
     def leaf_groups(self) -> list[str]:
         """The names of all leaves in the order in which they were added."""
@@ -80,20 +83,23 @@ class ProcessGroupConfig:
 
     def breadth_first(self) -> list[str]:
         """All names, level by level."""
-        names = [self.root_id]
-        for name in names:
-            names.extend(self._children[name])
-        return names
+        nodes = [self.root]
+        # The list grows behind the node that is looked at.
+        for node in nodes:
+            children = self._children[node.name]
+            nodes.extend(children)
+        return [node.name for node in nodes]
 
     def set_leaf_group_sizes(
         self, group_sizes: Mapping[str, int], update_parent_sizes: bool = True
     ) -> None:
         """Set sizes of leaves, by their names, and with ``update_parent_sizes`` of all parents."""
         for name in group_sizes:
-            if self.children(name):
+            children = [child.name for child in self.children(name)]
+            if children:
                 raise AssertionError(
                     f"{name!r} is not a leaf: its size is the product of those of its children, "
-                    f"{self._children[name]}. Set theirs."
+                    f"{children}. Set theirs."
                 )
         for name, size in group_sizes.items():
             self._nodes[name].size = size
@@ -102,18 +108,19 @@ class ProcessGroupConfig:
 
     def update_parent_sizes(self, verbose: bool = False) -> int:
         """Set each parent's size to the product of its children's; returns that of the root."""
-        return self._update_size(self.root, verbose)
-
-    def _update_size(self, node: ProcessGroupNode, verbose: bool) -> int:
-        children = self.children(node.name)
-        if not children:
-            if node.size is None:
+        # From the last level to the root: the sizes of children are known before their parent's.
+        for name in reversed(self.breadth_first()):
+            node = self._nodes[name]
+            children = self._children[name]
+            size = node.size
+            if children:
+                sizes = [child.size or 0 for child in children]
+                size = prod(sizes)
+            if size is None:
                 raise AssertionError(
-                    f"leaf {node.name!r} has no size: call set_leaf_group_sizes() first."
+                    f"leaf {name!r} has no size: call set_leaf_group_sizes() first."
                 )
-            return node.size
-        size = prod(self._update_size(child, verbose) for child in children)
-        if verbose and node.size != size:
-            print(f"size of {node.name}: {node.size} -> {size}")
-        node.size = size
-        return size
+            if verbose and node.size != size:
+                print(f"size of {name}: {node.size} -> {size}")
+            node.size = size
+        return self.root.size or 0

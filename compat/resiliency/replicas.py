@@ -55,17 +55,21 @@ def active_processes(
     >>> active_processes(layout, hosts, [0, 1, 3, 4, 7, 8, 9])
     [0, 1, 3, 4]
     """
-    replica_size = layout.size // layout.size_of(_REPLICAS)
+    replicas = layout.size_of(_REPLICAS)
+    replica_size = layout.size // replicas
+    everyone = range(len(hosts))
     together = [dim for dim in _TOGETHER if dim in layout.dims]
     # Blocks of tp=4 x ep=2 may not fit hosts that hold those of tp=4, or single ranks.
     while together:
         block_size = layout.dim_size(together)
-        if len(_blocks(hosts, range(len(hosts)), block_size)) * block_size >= layout.size:
+        places = len(_blocks(hosts, everyone, block_size)) * block_size
+        if places >= layout.size:
             break
         together.pop()
     block_size = layout.dim_size(together)
     blocks = _blocks(hosts, alive, block_size)
-    count = min(len(blocks) * block_size // replica_size, layout.size_of(_REPLICAS))
+    places = len(blocks) * block_size
+    count = min(places // replica_size, replicas)
     while count and not accepts(count):
         count -= 1
     if not count:
@@ -74,11 +78,14 @@ def active_processes(
             f"and one replica of {layout} needs {replica_size}, {block_size} of them at a time on "
             f"one host. Start the job again with more processes, or in a layout that needs fewer."
         )
+    # The same layout with fewer replicas: which ranks of it are one block.
     sizes = list(layout.sizes)
     sizes[layout.dims.index(_REPLICAS)] = count
-    ranks_of_blocks = replace(layout, sizes=tuple(sizes)).groups(together)
+    new_layout = replace(layout, sizes=tuple(sizes))
+    ranks_of_blocks = new_layout.groups(together)
+    block_count = len(ranks_of_blocks)
     active = np.empty(ranks_of_blocks.size, int)
-    active[ranks_of_blocks] = blocks[: len(ranks_of_blocks)]
+    active[ranks_of_blocks] = blocks[:block_count]
     processes: list[int] = active.tolist()
     return processes
 
@@ -87,17 +94,22 @@ def _blocks(hosts: Sequence[str], processes: Iterable[int], block_size: int) -> 
     """Cut the processes of each host into blocks, and leave out what fills none."""
     processes_of_host: dict[str, list[int]] = {}
     for process in sorted(processes):
-        processes_of_host.setdefault(hosts[process], []).append(process)
+        members = processes_of_host.setdefault(hosts[process], [])
+        members.append(process)
     all_processes = Counter(hosts)
 
     def lost_blocks(host: str) -> int:
-        return all_processes[host] // block_size - len(processes_of_host[host]) // block_size
+        blocks_before = all_processes[host] // block_size
+        blocks_left = len(processes_of_host[host]) // block_size
+        return blocks_before - blocks_left
 
     blocks = []
     # The hosts that have lost none come first, and keep their replicas whole.
     for host in sorted(processes_of_host, key=lost_blocks):
         members = processes_of_host[host]
         # Five processes are two blocks of two, and one that is left over.
-        for start in range(0, len(members) - block_size + 1, block_size):
-            blocks.append(members[start : start + block_size])
+        last_start = len(members) - block_size
+        for start in range(0, last_start + 1, block_size):
+            end = start + block_size
+            blocks.append(members[start:end])
     return blocks

@@ -17,13 +17,11 @@ from compat.hyper_comm_grid import AnyGrid, core_of
 from compat.transformer_engine.process import forget_sizes, release
 from compat.transformer_engine.process import probe as probe
 from hypergrid.groups.pool import before_closing
-from hypergrid.messages import shown
 
 if TYPE_CHECKING:
     from compat.state import ParallelState
 
 GroupSource: TypeAlias = "AnyGrid | ParallelState"
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 before_closing.add(release)
 
@@ -57,11 +55,8 @@ def cp_args(source: GroupSource, comm_type: str = "p2p") -> dict[str, Any]:
     comm_type : str
         "p2p", "all_gather", "a2a" or "a2a+p2p". For the last a grid has the dims a2a and p2p in
         place of cp, a2a in front; a state has two ``hierarchical_context_parallel_sizes``.
+        Transformer Engine itself refuses other values, and other numbers of levels.
     """
-    if comm_type not in COMM_TYPES:
-        raise ValueError(
-            f"invalid value for comm_type: {shown(comm_type)}; allowed: {', '.join(COMM_TYPES)}."
-        )
     forget_sizes()
     is_hierarchical = comm_type == "a2a+p2p"
     if isinstance(source, AnyGrid):
@@ -81,12 +76,6 @@ def cp_args(source: GroupSource, comm_type: str = "p2p") -> dict[str, Any]:
         group = source.get_context_parallel_group()
         if is_hierarchical:
             group = source.get_hierarchical_context_parallel_groups()
-            if len(group) != 2:
-                raise ValueError(
-                    f"Transformer Engine takes two levels of context parallelism, a2a and p2p, "
-                    f"and this state has {len(group)}: initialise it with two "
-                    f"hierarchical_context_parallel_sizes."
-                )
         ranks = list(source.get_context_parallel_global_ranks())
     return {"cp_group": group, "cp_global_ranks": ranks, "cp_comm_type": comm_type}
 

@@ -37,8 +37,8 @@ def programs(tmp_path_factory):
 def test_the_count_of_each_getter_on_the_demos_training_equals_an_independent_one(programs):
     counts, _ = programs["counted"]
     _, recording = programs["recorded"]
-    assert len(counts) == len(recording.ranks) == recording.processes == 8
-    names = sum((row.names for row in recording.files()), Counter())
+    assert len(counts) == len(recording.ranks) == 8
+    names = sum((names for _, names in recording.names_by_file()), Counter())
     assert names == sum(map(Counter, counts), Counter())
     assert len(names) > 30
     assert recording.reads > 1000
@@ -157,7 +157,7 @@ def test_what_megatrons_own_helper_reads_is_read_by_its_caller(tmp_path):
 def test_private_globals_and_names_imported_before_are_seen_and_nothing_is_left(programs):
     results, recording = programs["private_globals"]
     assert results == [["module", False, "torch.nn.modules.module"]] * 8
-    assert recording.processes == 8  # each recorded twice
+    assert len(recording.ranks) == 8  # each recorded twice
     sites = {site.name: site for site in recording.sites}
     for site in recording.sites:
         assert (site.count, site.function) == (8, "private_globals")

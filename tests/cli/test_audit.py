@@ -26,7 +26,6 @@ def write(directory, rank, sites, problems=()):
     recording = {
         "schema": 1,
         "rank": rank,
-        "process": 100 + rank,
         "release": "0.16",
         "sites": [SITE | site for site in sites],
         "problems": list(problems),
@@ -70,14 +69,21 @@ def test_a_wrong_state_comes_first_and_the_status_is_1(recordings):
     assert "2 reads on 1 ranks; rank 1 got rank 1" in printed
 
 
-def test_what_cannot_be_read_is_named(recordings):
-    (recordings / "reads.7.1.1.json").write_text('{"schema": 9, "sites": []}')
-    assert "Not read: reads.7.1.1.json" in run(f"audit {recordings}")
+def test_what_cannot_be_read_is_named_beside_the_report_on_the_others(recordings):
     recording = json.loads((recordings / "reads.0.100.1.json").read_text())
-    del recording["process"]
-    (recordings / "reads.8.1.1.json").write_text(json.dumps(recording))
+    whole = run(f"audit {recordings}")
+    file = recordings / "reads.7.1.1.json"
+    file.write_text(json.dumps({**recording, "schema": 9}))
     printed = run(f"audit {recordings}")
-    assert "Not read: reads.8.1.1.json" in printed and "`process`" in printed
+    assert printed.startswith(whole.rstrip())
+    assert f"Not read: {file.name}" in printed and "`schema`" in printed
+    del recording["release"]
+    file.write_text(json.dumps(recording))
+    assert "`release`" in run(f"audit {recordings}")
+    file.write_text('{"schema": 1, "ra')  # its disk was full
+    assert f"Not read: {file.name}" in run(f"audit {recordings}")
+    (unread,) = json.loads(run(f"audit {recordings} --json"))["unread"]
+    assert unread.startswith(file.name)
 
 
 def test_a_directory_without_recordings_is_refused(recordings):

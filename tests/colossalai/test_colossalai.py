@@ -159,6 +159,9 @@ def asks_for_another_group(rank):
     with pytest.raises(hypergrid.AgreementError) as caught:
         mesh.get_group_along_axis(rank // 3)
     assert len(open_groups()) == 1
+    mesh.get_group_along_axis(0)
+    with pytest.raises(hypergrid.AgreementError, match="'one that exists'"):
+        mesh.create_group_along_axis(rank // 3)
     axis, says = (7, "out of range") if rank == 1 else (1, "rank 1 refused its arguments")
     with pytest.raises((hypergrid.AgreementError, IndexError), match=says):
         mesh.get_group_along_axis(axis)

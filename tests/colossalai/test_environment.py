@@ -90,6 +90,16 @@ def test_what_has_the_same_members_and_backend_is_created_once(rank, creation):
 
 
 @on_ranks(4)
+def test_names_of_one_group_that_exists_are_compared_too(rank):
+    table = EnvironmentTable()
+    table.create_process_group("pair", [0, 1])
+    names = ["again", "again", "again", "other"]
+    with pytest.raises(hypergrid.AgreementError, match="group is 'other' on rank 3"):
+        table.create_process_group(names[rank], [0, 1])
+    assert list(table.process_group_pool) == ["pair"]
+
+
+@on_ranks(4)
 def test_it_is_not_a_singleton(rank):
     first_table = EnvironmentTable()
     second_table = EnvironmentTable()

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
+import hypergrid
 from compat import physicsnemo as pn
 from compat.physicsnemo import DistributedManager, ProcessGroupNode
 from hypergrid.groups.pool import live_pools
@@ -351,6 +352,20 @@ def test_a_node_creates_its_group_and_the_orthogonal_one(fake_world):
     assert dist.get_process_group_ranks(manager.group("y")) == [0, 2]
 
 
+@on_ranks(4)
+def test_a_refusal_on_one_rank_is_raised_on_all(rank):
+    manager = start(rank, 4)
+    is_wrong = rank == 1
+    mapping = [4] if is_wrong else None
+    config = pn.ProcessGroupConfig(ProcessGroupNode("x", 4))
+    with pytest.raises((ValueError, hypergrid.AgreementError), match="topology_mapping must be"):
+        manager.create_process_groups(config, mapping)
+    size = None if is_wrong else 2
+    with pytest.raises((AssertionError, hypergrid.AgreementError), match="'y' has no size"):
+        manager.create_group_from_node(ProcessGroupNode("y", size))
+    manager.create_group_from_node(ProcessGroupNode("y", 2))
+
+
 def test_it_keeps_what_ddp_is_to_be_given():
     DistributedManager._shared_state["_is_initialized"] = True
     manager = DistributedManager()
@@ -474,6 +489,27 @@ def test_an_exit_without_cleanup_cleans_up(tmp_path):
 
 
 # The mesh.
+
+
+@on_ranks(4)
+def test_a_mesh_is_created_on_all_ranks_or_on_none(rank):
+    manager = start(rank, 4)
+    new_group = dist.new_group
+
+    def failing(ranks, **options):
+        # The group over "w" is there, and rank 3 has this one to itself: nobody connects.
+        if rank == 3 and options["group_desc"] == "h":
+            raise RuntimeError("no more memory")
+        return new_group(ranks, **options)
+
+    with (
+        mock.patch.object(dist, "new_group", failing),
+        pytest.raises(RuntimeError, match="no more memory"),
+    ):
+        manager.initialize_mesh((1, 4), ("h", "w"))
+    assert len(open_groups()) == 1
+    mesh = manager.initialize_mesh((1, 4), ("h", "w"))
+    assert total(mesh.get_group("w"), rank) == 6
 
 
 @on_ranks(8, timeout=60)

@@ -48,3 +48,7 @@ def test_an_orthogonal_group_may_have_the_name_of_a_node_with_the_same_ranks():
     tree.set_leaf_group_sizes(sizes)
     with pytest.raises(AssertionError, match=r"have the name 'data' and other ranks: \[\[0, 2"):
         of_tree(tree, 8)
+    tree = world(spatial="spatial")
+    tree.set_leaf_group_sizes(sizes)
+    with pytest.raises(AssertionError, match="have the name 'spatial' and other ranks"):
+        of_tree(tree, 8)

@@ -33,7 +33,7 @@ SIZES = "--world-size 64 --tp 4 --pp 2 --ep 2"
 SITE = {"module": "m.a", "file": "m/a.py", "line": 3, "function": "f", "count": 7}
 SITE |= {"name": "get_x", "writes": False, "state": "s", "group": "g"}
 PROBLEM = {"kind": "stale", "text": "of a state", "count": 2, "example": "x"}
-READS = {"schema": 1, "rank": 0, "process": 12, "release": "0.16"}
+READS = {"schema": 1, "rank": 0, "release": "0.16"}
 READS |= {"sites": [SITE], "problems": [PROBLEM]}
 
 

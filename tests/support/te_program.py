@@ -50,7 +50,7 @@ def applied(rank):
     """After the setters: whether every module holds the very groups, and what they are."""
     outcome = []
     for where in grid_and_state():
-        for comm_type in te.COMM_TYPES:
+        for comm_type in ("p2p", "all_gather", "a2a", "a2a+p2p"):
             layer = a_layer(tp_size=2)
             tp = te.tp_args(where)["tp_group"]
             context = te.cp_args(where, comm_type)

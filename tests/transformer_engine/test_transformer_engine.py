@@ -131,16 +131,6 @@ def test_the_ring_of_transformer_engine_stays_inside_p2p_and_a2a_are_neighbours(
         grid.destroy()
 
 
-def test_a_hierarchy_of_three_levels_is_refused(fake_world):
-    fake_world(16)
-    state = ParallelState.create(
-        context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 2, 2]
-    )
-    with pytest.raises(ValueError, match=r"takes two levels .* this state has 3"):
-        te.cp_args(state, "a2a+p2p")
-    state.destroy()
-
-
 # Parameters: Transformer Engine's source, read and not run.
 
 
