@@ -52,3 +52,14 @@ def test_an_orthogonal_group_may_have_the_name_of_a_node_with_the_same_ranks():
     tree.set_leaf_group_sizes(sizes)
     with pytest.raises(AssertionError, match="have the name 'spatial' and other ranks"):
         of_tree(tree, 8)
+
+
+def test_a_name_that_a_node_shares_with_an_orthogonal_group_leaves_siblings_as_they_are():
+    # Orthogonal to the root are single ranks, as the groups of "b" are.
+    tree = ProcessGroupConfig(ProcessGroupNode("world", orthogonal_group="b"))
+    for name in ("a", "b", "c"):
+        tree.add_node(ProcessGroupNode(name), parent="world")
+    tree.set_leaf_group_sizes({"a": 2, "b": 1, "c": 2})
+    lists_of = of_tree(tree, 4)
+    assert lists_of["a"] == [[0, 1], [2, 3]]
+    assert lists_of["c"] == [[0, 2], [1, 3]]
