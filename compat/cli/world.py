@@ -81,9 +81,11 @@ def _read_variable(reader: Reader, program: str, option: Option, numbers: dict[s
     """
     told: dict[str, int] = {}
     reader.read(option, told)
-    if {**told, **numbers} != {**numbers, **told}:
-        raise _not_decided(program, f"is told otherwise by {option.flag}={option.values[0]}")
-    numbers.update(told)
+    for meaning, number in told.items():
+        number_before = numbers.setdefault(meaning, number)
+        if number_before != number:
+            text = option.values[0]
+            raise _not_decided(program, f"is told otherwise by {option.flag}={text}")
 
 
 def _not_decided(program: str, why: str) -> JobError:
