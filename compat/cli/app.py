@@ -16,7 +16,7 @@ from compat.cli import asking, prints
 from compat.cli.command import app, as_json_flag, launch_command, layout_command
 from compat.cli.launch import taken_apart
 from compat.cli.source import PlannedJob, read, started
-from compat.planned.checks import expensive, refusals, silent_losses
+from compat.planned.checks import SEVERITIES, expensive, refusals, silent_losses
 from compat.planned.job import JobError
 from compat.planned.layouts import LEVELS, Layouts, known, refuse_unknown_dims, shards_of
 from compat.planned.orders import dp_across, ranked_orders
@@ -152,6 +152,8 @@ def check(subject: PlannedJob, suggest: bool, allow: Sequence[str], as_json: boo
     if subject.job is not None:
         losses = silent_losses(subject.job)
         all_findings = [*refusals(subject.job), *all_findings, *losses]
+    # Stable: what Megatron refuses stays in front of the other errors.
+    all_findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     allowed = [finding for finding in all_findings if finding.rule in allow]
     standing = [finding for finding in all_findings if finding.rule not in allow]
     status = int(any(finding.severity != "note" for finding in standing))

@@ -181,6 +181,8 @@ def _recorded(
     script: Path, arguments: Sequence[str], timeout: float, directory: Path | None
 ) -> Sequence[Command]:
     """The launches of a script, which bash runs; what is done and how it ended goes to stderr."""
+    if not script.is_file():
+        raise JobError(f"there is no file {script}.")
     name = shown(script.name)
     _say(f"runs {name} here, without its launchers; all other commands run")
     recording = launches(script, arguments, timeout, directory)

@@ -81,9 +81,11 @@ def _read_variable(reader: Reader, program: str, option: Option, numbers: dict[s
     """
     told: dict[str, int] = {}
     reader.read(option, told)
-    if {**told, **numbers} != {**numbers, **told}:
-        raise _not_decided(program, f"is told otherwise by {option.flag}={option.values[0]}")
-    numbers.update(told)
+    for meaning, number in told.items():
+        number_before = numbers.setdefault(meaning, number)
+        if number_before != number:
+            text = option.values[0]
+            raise _not_decided(program, f"is told otherwise by {option.flag}={text}")
 
 
 def _not_decided(program: str, why: str) -> JobError:
@@ -113,7 +115,9 @@ def _ranks_of(
     is_told = len(numbers.keys() & {*Ranks._fields}) >= 2
     if not is_told or min(numbers.values()) < 1:
         raise _not_decided(program, "is not told the number of ranks and of hosts")
-    hosts, tasks, on_each = (numbers.get(name, 0) for name in Ranks._fields)
+    hosts = numbers.get("hosts", 0)
+    tasks = numbers.get("tasks", 0)
+    on_each = numbers.get("per_host", 0)
     # At most one of them is 0, which the others decide.
     tasks = tasks or hosts * on_each
     on_each = on_each or -(-tasks // hosts)

@@ -16,6 +16,8 @@ from compat.planned.orders import RankedOrder
 from hypergrid.messages import shown
 from hypergrid.topology import Topology
 
+SEVERITIES = ("error", "warning", "note")  # in the order in which findings are printed
+
 # Kind of groups that should stay inside a host, and severity; and what it costs if they do not.
 _ACROSS = {
     ("tp", "error"): "Every layer waits for the network, forward and backward, several times.",

@@ -37,13 +37,18 @@ def ranked_orders(requested: str, layouts: Layouts, hosts: Topology) -> list[Ran
     dp-tp a tp group 2 and a dp group 1. tp-dp is better.
     """
     shards = {name: layouts[name] for name in SHARDS if name in layouts}
-    used_dims = set[str]().union(*(layout.trimmed.dims for layout in shards.values()))
+    used_dims: set[str] = set()
+    for layout in shards.values():
+        used_dims.update(layout.trimmed.dims)
+    used_in_order = [dim for dim in DIMS if dim in used_dims]
+    orders = [requested]
+    # A job of one rank has no dims, and no other order.
+    if used_in_order:
+        # Orders that begin with tp come first: of equally good ones tp has the nearest ranks.
+        orders.extend(map("-".join, permutations(used_in_order)))
     ranking = []
     known_layouts = set()
-    # Orders that begin with tp come first: of equally good ones tp has the nearest ranks.
-    permuted = map("-".join, permutations([dim for dim in DIMS if dim in used_dims]))
-    # A job of one rank has no dims, and no other order.
-    for order in [requested, *filter(None, permuted)]:
+    for order in orders:
         layouts_in_order = shards if order == requested else _in_order(order, shards)
         if layouts_in_order is None:
             continue
@@ -52,8 +57,9 @@ def ranked_orders(requested: str, layouts: Layouts, hosts: Topology) -> list[Ran
         if trimmed in known_layouts:
             continue
         known_layouts.add(trimmed)
-        groups = groups_by_kind(layouts_in_order)
-        most_hosts = {kind: int(hosts.touched(groups[kind]).max()) for kind in groups}
+        most_hosts = {}
+        for kind, groups in groups_by_kind(layouts_in_order).items():
+            most_hosts[kind] = int(hosts.touched(groups).max())
         ranking.append(RankedOrder(order, most_hosts))
     return sorted(ranking, key=lambda ranked: (ranked.numbers, ranked.order != requested))
 
@@ -95,7 +101,8 @@ def dp_across(
         return ""
     inside = []
     for ranked in ranking:
-        if all(ranked.hosts[kind] == 1 for kind in kinds):
+        stays_inside = all(ranked.hosts[kind] == 1 for kind in kinds)
+        if stays_inside:
             inside.append(ranked.order)
     if requested.order in inside:
         return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hypergrid.layout import LayoutError, RankLayout
-from hypergrid.messages import install_command, shortened
+from hypergrid.messages import install_command, shortened, shown
 from hypergrid.plan import GroupPlan
 from hypergrid.show.hosts import group_numbers, ranks_by_host
 from hypergrid.show.page import MOST_RANKS as MOST_ON_PAGE
@@ -67,20 +67,23 @@ def picture(
     them in words, red, how many groups cross hosts. The picture has no background, for light and
     dark pages.
 
-    The suffix of ``path`` gives the format, such as ``.png``, ``.svg`` or ``.pdf``. ``layouts``
-    names some of the plan's, by default the first, and ``by`` the one dim to show, by default each
-    that is larger than 1; a dim with the same groups in two layouts is shown once. A group inside
-    one of the NVLink ``domains`` does not count as crossing.
+    The suffix of ``path`` gives the format: ``.png``, ``.svg`` or ``.pdf``. ``layouts`` names some
+    of the plan's, by default the first, and ``by`` the one dim to show, by default each that is
+    larger than 1; a dim with the same groups in two layouts is shown once. A group inside one of
+    the NVLink ``domains`` does not count as crossing.
 
     Raises
     ------
     LayoutError
-        An unknown dim, or more than 4,096 ranks.
-    ValueError
-        matplotlib has no format of this suffix.
+        An unknown dim or suffix, or more than 4,096 ranks.
     ImportError
         matplotlib is missing.
     """
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".png", ".svg", ".pdf"):
+        raise LayoutError(
+            f"a picture cannot be written to {shown(str(path))}: name a .png, .svg or .pdf file."
+        )
     drawn_layouts = {}
     for name in layouts or list(plan.layouts)[:1]:
         layout = plan.layouts[name]
@@ -98,13 +101,12 @@ def picture(
         raise ImportError(
             f"drawing a picture needs matplotlib: {install_command('plot')}."
         ) from error
-    suffix = Path(path).suffix.lower()
     # Without a date, equal plans have equal pictures.
     metadata = {"Date": None} if suffix == ".svg" else None
     with matplotlib.rc_context(STYLE):
         heading = _heading(drawn_layouts, hosts, domains)
         figure = _drawn(panels, heading, hosts, domains)
-        figure.savefig(path, format=suffix.removeprefix("."), metadata=metadata)
+        figure.savefig(path, metadata=metadata)
 
 
 @dataclass(frozen=True)

@@ -366,7 +366,7 @@ def test_what_a_picture_cannot_show_is_refused(tmp_path):
     with pytest.raises(LayoutError, match=r"invalid dim 'xp'. Valid dims are \['tp', 'cp'"):
         drawn(PLAN, 8, tmp_path / "plan.png", by="xp")
     for name in ("plan.html", "plan"):
-        with pytest.raises(ValueError, match=r"not supported \(supported formats: .*png, "):
+        with pytest.raises(LayoutError, match=r"name a \.png, \.svg or \.pdf file"):
             drawn(PLAN, 8, tmp_path / name)
 
 
