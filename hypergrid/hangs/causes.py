@@ -86,7 +86,11 @@ class Rules:
             return Cause("empty")
         ends = [ranks for ranks in waiting.last_ones if OUTSIDE not in ranks]
         if ends:
-            free = set().union(*(ranks for ranks in ends if len(ranks) == 1))
+            free: set[int] = set()
+            for ranks in ends:
+                # One rank alone waits for nobody, several wait for each other.
+                if len(ranks) == 1:
+                    free |= ranks
             if not free:
                 return self._circle(ends[0])
             # A rank whose own call all ranks are in moves as soon as that ends.
@@ -98,6 +102,7 @@ class Rules:
             at_rest = waiting.raised or waiting.gone
         if at_rest:
             return self._free(at_rest)
+        # Nobody is missed in these calls: their own work is slow, or the network.
         if waiting.running:
             return self._slow()
         if not any(recording.has_calls and recording.calls for recording in self.ranks.values()):
@@ -126,6 +131,7 @@ class Rules:
         is_known = is_whole and has_all_members
         doubt: Doubt = ""
         if longest.call.what.name in _ROOTED:
+            # No recorder has the root, so that calls with two roots look alike.
             doubt = "root"
         elif waiting.waits or not is_known:
             doubt = "partial"
@@ -154,7 +160,9 @@ class Rules:
         """The ranks that are missed in the first of all calls that wait for one of them."""
         waits = self._waits_for(named)
         waits.sort(key=lambda wait: self._lateness(named, wait))
-        first = waits[0] if waits else None
+        first = None
+        if waits:
+            first = waits[0]
         # Of all that nobody explains, also of those that are missed elsewhere.
         doubt = self._doubt(kind, named, first)
         if first is not None:
@@ -169,11 +177,16 @@ class Rules:
 
     def _waits_for(self, ranks: set[int]) -> list[Wait]:
         """The calls in which at least one of the ranks is missed."""
-        return [wait for wait in self.waiting.waits if not ranks.isdisjoint(wait.missed)]
+        waits = []
+        for wait in self.waiting.waits:
+            if not ranks.isdisjoint(wait.missed):
+                waits.append(wait)
+        return waits
 
     def _departed_among(self, free: set[int]) -> Cause | None:
         """A rank that did not do what was due, and so made ``free`` seem to be the cause."""
         waits = self._waits_for(free)
+        # Ranks that made a call too many are in it, and wait for those that are right.
         suspects = set(free)
         for wait in waits:
             suspects |= wait.inside
@@ -215,6 +228,8 @@ class Rules:
             waits += waiting.of.get(rank, [])
         departures = self.history.departures(within)
         strong = [departure for departure in departures if departure.score == _BOTH]
+        # The clearest evidence comes first: each of these finds a cause where the ones before it
+        # find none.
         cause = (
             self._departed(strong, waits)
             or self._minority(waits, departures)
@@ -223,7 +238,10 @@ class Rules:
         )
         if cause is not None:
             return cause
-        functions = {rank: name for rank, name in waiting.unseen.items() if rank in within}
+        functions = {}
+        for rank, name in waiting.unseen.items():
+            if rank in within:
+                functions[rank] = name
         if functions:
             # Stacks are evidence too: of ranks in different calls, those in a rarer one.
             ((usual, count),) = Counter(functions.values()).most_common(1)
@@ -231,7 +249,9 @@ class Rules:
             if not 0 < len(named) < count:
                 named = sorted(functions)
             return Cause("order", tuple(named), doubt=self._hidden(functions))
-        first = waits[0] if waits else None
+        first = None
+        if waits:
+            first = waits[0]
         return Cause("order", tuple(sorted(within)), first, doubt="which")
 
     def _few_missing(self, within: set[int]) -> Cause | None:
@@ -258,6 +278,7 @@ class Rules:
             parts = self.waiting.unequal.get(wait.place, [{}])
             *smaller_parts, largest = parts
             named: set[int] = set().union(*smaller_parts)
+            # Of two equal halves, neither is the minority.
             if not 0 < len(named) < len(largest):
                 continue
             # What the minority did instead of what was due.
@@ -282,6 +303,7 @@ class Rules:
         unlike = [wait for wait in named_waits if wait.unlike]
         best_first = [*unlike, *named_waits, *waits]
         is_proven = self._is_proven(first) or (len(named) == 1 and self._is_only_one(first))
+        # A member without a file may have called as this rank did.
         is_certain = is_proven and not any(map(self._may_turn, unlike))
         return Cause(
             "mismatch" if unlike else "order",
@@ -297,20 +319,31 @@ class Rules:
         """Why others may be the cause of what these ranks seem to be."""
         waiting = self.waiting
         if kind == "raised":
-            return "sounds" if named & waiting.doubtful else ""
+            if named & waiting.doubtful:
+                return "sounds"
+            return ""
         if kind == "no dump":
-            if wait is None or self._is_outnumbered(named, wait):
+            # Nobody waits for it: it may have ended after the fault, because of another rank.
+            if wait is None:
                 return "blind"
-            return "" if self._is_everyone_right() else "blind"
+            if self._is_outnumbered(named, wait):
+                return "blind"
+            if self._is_everyone_right():
+                return ""
+            return "blind"
         hidden = self._hidden(named)
         if hidden:
             return hidden
         if wait is None:
-            return "hidden" if waiting.guessing else "alone"
+            if waiting.guessing:
+                return "hidden"
+            return "alone"
         if any(self._is_old(rank, wait) for rank in named):
             return "old"
+        if self._is_outnumbered(named, wait):
+            return "either"
         # The call that others wait in may be queued behind one that the recorder has lost.
-        if self._is_outnumbered(named, wait) or not self._shows_its_stop(wait.rank):
+        if not self._shows_its_stop(wait.rank):
             return "either"
         return ""
 
@@ -321,8 +354,8 @@ class Rules:
         without a file may have done as these.
         """
         makers = self.history.makers(wait.rank, wait.at)
-        others = named | self.waiting.gone
-        return makers <= len(others)
+        may_have_left_out = named | self.waiting.gone
+        return makers <= len(may_have_left_out)
 
     def _is_old(self, rank: int, wait: Wait) -> bool:
         """Whether the rank still worked when it wrote, or wrote before the call that it misses."""
@@ -338,9 +371,12 @@ class Rules:
         if waiting.blind.intersection(ranks):
             return "blind"
         for rank in ranks:
-            # The calls that a rank has queued may wait for a send that the recorder has lost.
-            if rank in waiting.unseen or rank in waiting.of:
+            if rank in waiting.unseen:
                 return "hidden"
+            # The calls that a rank has queued may wait for a send that the recorder has lost.
+            if rank in waiting.of:
+                return "hidden"
+            # A rank without a file has no stack and no calls to look at.
             if rank not in self.ranks:
                 continue
             # Without a stack, a rank that looks busy may be in a send or receive.
@@ -351,9 +387,15 @@ class Rules:
     def _is_everyone_right(self) -> bool:
         """Whether every other rank is known, and none of them can be the cause."""
         waiting = self.waiting
-        if len(waiting.last_ones) > 1 or len(waiting.gone) > 1:
+        # Each of several ends of the chains may be where the fault began.
+        if len(waiting.last_ones) > 1:
             return False
-        if waiting.raised or not waiting.is_world_known:
+        if len(waiting.gone) > 1:
+            return False
+        if waiting.raised:
+            return False
+        # A rank that no file names may have left none.
+        if not waiting.is_world_known:
             return False
         recorded_ranks = self.ranks.keys() - waiting.gone
         # A rank that is in no recorded call may be in one that is not recorded.
@@ -363,12 +405,15 @@ class Rules:
             if not self._is_usual(wait):
                 return False
         for rank in recorded_ranks:
-            if not self._shows_its_stop(rank) or not self.history.is_confirmed(rank):
+            if not self._shows_its_stop(rank):
+                return False
+            if not self.history.is_confirmed(rank):
                 return False
         for departure in self.history.departures(recorded_ranks):
+            if departure.before:
+                return False
             # Where it did as always, and most ranks did otherwise, the others are suspects.
-            is_against_most = departure.before is False and departure.is_outvoted
-            if departure.before or is_against_most:
+            if departure.before is False and departure.is_outvoted:
                 return False
         return True
 
@@ -380,13 +425,17 @@ class Rules:
         """
         makers = self.history.makers(wait.rank, wait.at)
         is_of_most = 2 * makers > len(self.waiting.world)
-        return is_of_most or self.history.was_made_before(wait.rank, wait.at)
+        if is_of_most:
+            return True
+        return self.history.was_made_before(wait.rank, wait.at)
 
     def _shows_its_stop(self, rank: int) -> bool:
         """Whether the recorder still has the call that a rank is in, and not only later ones."""
         recording = self.ranks[rank]
+        if recording.whole:
+            return True
         # Of a rank that queues calls, a short recorder may hold only those behind the call.
-        return recording.whole or bool(recording.calls.rows["done"][:1].all())
+        return bool(recording.calls.rows["done"][:1].all())
 
     def _is_proven(self, departure: Departure) -> bool:
         """Whether its past and other ranks speak against it, and it is of the role that it seems.
@@ -394,7 +443,9 @@ class Rules:
         Without all of its calls, a stage looks as another until others wait for it: sends and
         receives may not be recorded, and a short recorder has lost earlier calls.
         """
-        if departure.before is not True or not departure.is_outvoted:
+        if departure.before is not True:
+            return False
+        if not departure.is_outvoted:
             return False
         rank = departure.rank
         if self.waiting.sees_p2p(rank) and self.ranks[rank].whole:
@@ -414,19 +465,26 @@ class Rules:
     def _may_turn(self, wait: Wait) -> bool:
         """Whether members without a file may turn the vote of those that called differently."""
         without_dump = wait.absent & self.waiting.gone
-        *others, largest = self.waiting.unequal[wait.place]
-        most = len(without_dump) + sum(map(len, others))
-        return bool(without_dump) and len(largest) <= most
+        if not without_dump:
+            return False
+        *smaller_parts, largest = self.waiting.unequal[wait.place]
+        most = len(without_dump) + sum(map(len, smaller_parts))
+        return len(largest) <= most
 
     def _is_only_one(self, departure: Departure) -> bool:
         """Whether most others did otherwise, and every other rank's calls are confirmed."""
         history = self.history
         rank = departure.rank
-        if self.waiting.gone or not self.waiting.is_world_known or not departure.is_outvoted:
+        # A rank without a file cannot be confirmed.
+        if self.waiting.gone or not self.waiting.is_world_known:
+            return False
+        if not departure.is_outvoted:
+            return False
+        # It did as always: then the others changed.
+        if departure.before is False:
             return False
         # Most of a role may have met one wrong condition, if another role does as this rank.
-        is_shared = departure.before is None and history.is_shared(rank, departure.at)
-        if departure.before is False or is_shared:
+        if departure.before is None and history.is_shared(rank, departure.at):
             return False
         unconfirmed_ranks = [member for member in self.ranks if not history.is_confirmed(member)]
         return unconfirmed_ranks == [rank]

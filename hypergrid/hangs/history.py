@@ -38,6 +38,7 @@ class Departure(NamedTuple):
     @property
     def score(self) -> int:
         """How much speaks against it; the greater, the more."""
+        # Its own past weighs more than its peers, which may run another branch of the program.
         of_its_past = {True: 2, False: -1, None: 0}
         return of_its_past[self.before] + self.is_outvoted
 
@@ -80,6 +81,7 @@ class History:
         self._role_of: dict[Title, _Role] = {}
         self._kind_of: dict[Title, int] = {}
         self._number_kinds()
+        # Both are in the order of the recording's titles, to which the rows of calls refer.
         role_of_place = [*self._role_of.values()]
         kind_of_place = np.array([*self._kind_of.values()], np.int64)
         self._roles_of: dict[int, set[_Role]] = {}  # of all calls of a rank
@@ -98,12 +100,15 @@ class History:
             if not rank_recording.whole:
                 shortest = min(shortest, len(calls))
             places = calls.rows["title"]
-            self._roles_of[rank] = {role_of_place[place] for place in np.unique(places)}
+            used_places = np.unique(places)
+            self._roles_of[rank] = {role_of_place[place] for place in used_places}
             numbers = calls.rows["seq"] & 0xFFFFFFFF
-            # The kind in the upper half, the number of the call in the lower.
+            # The kind in the upper half, the number of the call in the lower: millions of calls
+            # are compared as an array of integers.
             tokens = kind_of_place[places] << 32 | numbers
             self._tokens[rank] = tokens
             classes[tokens.tobytes()].append(rank)
+        # Of a recorder that has lost calls, two thirds are left to be compared.
         self._past = max(_LEAST, shortest // 3)
         for ranks in classes.values():
             self._count(ranks)
@@ -119,9 +124,11 @@ class History:
 
     def _count(self, ranks: list[int]) -> None:
         """Count the calls of a class."""
-        rank, size = ranks[0], len(ranks)
+        rank = ranks[0]
+        size = len(ranks)
         tokens = self._tokens[rank].tolist()
         pairs = pairwise((None, *tokens))
+        # The figures are of ranks: a rank that repeats a call counts once.
         for token in set(tokens):
             self._makers[token] += size
         for pair in set(pairs):
@@ -130,9 +137,12 @@ class History:
         for at in self._recent(rank):
             past = pasts[at]
             token = tokens[at]
-            if past is not None:
-                makers = self._followers[past].setdefault(token, _Makers(rank, at, []))
-                makers.ranks.extend(ranks)
+            # Ranks whose earlier calls are lost may have done something else in them.
+            if past is None:
+                continue
+            followers = self._followers[past]
+            makers = followers.setdefault(token, _Makers(rank, at, []))
+            makers.ranks.extend(ranks)
 
     def _recent(self, rank: int) -> range:
         """The places of the calls in which a departure is looked for."""
@@ -144,24 +154,26 @@ class History:
 
         By its own past only, where nobody did the same until then.
         """
-        found = []
+        clearest = []
         for rank in sorted(self._tokens.keys() & ranks):
             departures = {}
-            # Where both are known, what other ranks did counts.
+            # Where both are known, what other ranks did counts: it comes last, and replaces.
             for departure in (*self._surprises(rank), *self._partings(rank)):
                 departures[departure.at] = departure
             if not departures:
                 continue
             # What a rank has queued behind the call that it is in holds nobody up.
             is_done = self.recording.ranks[rank].calls.rows["done"]
-            stop = len(is_done) if is_done.all() else int(is_done.argmin())
-            found.append(
+            stop = int(is_done.argmin())
+            if is_done.all():
+                stop = len(is_done)
+            clearest.append(
                 max(
                     departures.values(),
                     key=lambda departure: (departure.score, departure.at <= stop, departure.at),
                 )
             )
-        return sorted(found, key=lambda departure: departure.weight, reverse=True)
+        return sorted(clearest, key=lambda departure: departure.weight, reverse=True)
 
     def is_confirmed(self, rank: int) -> bool:
         """Whether another rank, or the rank itself elsewhere, made its calls in the same order.
@@ -176,14 +188,20 @@ class History:
                 continue
             followers = self._followers.get(pasts[at], {})
             makers = followers.get(tokens[at])
-            if makers is None or len(makers.ranks) < 2:
+            # Its past is not known, or the call is of long ago: no other rank is known there.
+            if makers is None:
+                return False
+            # The only maker is the rank itself.
+            if len(makers.ranks) < 2:
                 return False
         return bool(tokens)
 
     def was_made_before(self, rank: int, at: int) -> bool:
         """Whether a rank made a call in the same place of its usual course before."""
         precedent = self._precedents(rank).get(at)
-        return precedent is not None and precedent.is_repeated
+        if precedent is None:
+            return False
+        return precedent.is_repeated
 
     def makers(self, rank: int, at: int) -> int:
         """How many ranks made a call that one rank made, each in its own group."""
@@ -200,7 +218,9 @@ class History:
     def is_shared(self, rank: int, at: int) -> bool:
         """Whether another rank made this call after the same one, or as its first."""
         tokens = self._tokens[rank].tolist()
-        previous = tokens[at - 1] if at else None
+        previous = None
+        if at:
+            previous = tokens[at - 1]
         return self._pair_makers[previous, tokens[at]] > 1
 
     def _call(self, rank: int, at: int) -> Call:
@@ -218,7 +238,8 @@ class History:
             world = range(self.recording.world_size)
             pair = pair_of(title.what, members or world)
             if pair:
-                return (title.what.name, *self._place_of_pair(*pair))
+                place = self._place_of_pair(*pair)
+                return (title.what.name, *place)
         # Groups without a label are told apart by their shape: 0, 1 and 2, 3 have the same one.
         step = 0
         if len(members) > 1:
@@ -234,7 +255,10 @@ class History:
         groups = []
         pair = {source, target}
         for group in self.recording.groups.values():
-            if group.label != DEFAULT and pair.issubset(group.ranks):
+            # The default group holds every pair.
+            if group.label == DEFAULT:
+                continue
+            if pair.issubset(group.ranks):
                 groups.append(group)
         if not groups:
             return (target - source,)
@@ -248,9 +272,11 @@ class History:
         is_whole = self.recording.ranks[rank].whole
         pasts: list[_Past] = []
         for at in range(len(tokens)):
+            # Some of the calls before it are overwritten.
             if not is_whole and at < self._past:
                 pasts.append(None)
                 continue
+            # A limited past lets ranks be compared again after they once differed.
             first = max(0, at - self._past)
             past = tokens[first:at].tobytes()
             pasts.append(hash(past))
@@ -297,7 +323,8 @@ class History:
             # Of several that as many ranks made, the one that was recorded first.
             best = max(departures, key=lambda departure: departure.peers)
             # Where as many ranks did both, its own past decides.
-            if best.is_outvoted or (best.before and best.peers == best.alike):
+            is_against_past = best.before and best.peers == best.alike
+            if best.is_outvoted or is_against_past:
                 yield best
 
     def _made_before(self, rank: int, at: int, due: int) -> bool | None:
@@ -349,13 +376,19 @@ def _find_precedents(all_kinds: Any, first: int) -> _Precedents:
     for now in range(1, count + 1):
         previous = now - 1
         is_same = kinds[:previous] == kinds[previous]
+        # Each place inherits the figure of the one before it: one step of the array for each call,
+        # instead of a comparison of every two places.
         longer = alike[:previous] + 1
         alike[1:now] = np.where(is_same, longer, 0)
         longest = alike[:now].max()
+        # After two or three calls, programs go on in different ways without a fault.
         if longest < _LONG:
             continue
         places = np.flatnonzero(alike[:now] == longest)
         at = first + int(places[-1])
-        is_repeated = now == count or kinds[now] in kinds[places]
+        # The call after the last one is not made yet, and cannot differ.
+        is_repeated = True
+        if now < count:
+            is_repeated = kinds[now] in kinds[places]
         precedents[first + now] = _Precedent(at, is_repeated)
     return precedents

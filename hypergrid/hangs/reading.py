@@ -92,12 +92,13 @@ def read(
     reader = _Reader()
     paths = _paths(Path(directory))
     answers = load_all(_load, paths, processes)
-    for number, (path, loaded) in enumerate(zip(paths, answers, strict=True)):
+    loaded_files = zip(paths, answers, strict=True)
+    for number, (path, loaded) in enumerate(loaded_files, start=1):
         if isinstance(loaded, Refused):
             loaded = _Loaded(problem=f"was refused: {loaded}")
         reader.add(path, loaded)
         if progress is not None:
-            progress(number + 1, len(paths))
+            progress(number, len(paths))
     return reader.finish()
 
 
@@ -106,7 +107,9 @@ def _paths(directory: Path) -> list[Path]:
     paths = []
     for path in directory.iterdir():
         # A rank may be writing now: it renames its file when that is whole.
-        if path.is_file() and path.suffix not in (".part", ".tmp"):
+        if path.suffix in (".part", ".tmp"):
+            continue
+        if path.is_file():
             paths.append(path)
     return sorted(paths, key=_by_rank)
 
@@ -139,11 +142,13 @@ def _load(path: Path) -> _Loaded:
         with open(path, "rb", opener=_opener) as file:
             # A file of the kernel, whose size is 0, may never end.
             content = file.read(status.st_size)
+        # The name does not tell which of the two torch wrote: the first byte of a pickle does.
         if content[:1] == b"\x80":
             data = unpickled(content)
         elif content.lstrip()[:1] == b"{":
             data = json.loads(content)
         elif not content and _by_rank(path)[1] >= 0:
+            # Its name ends in a rank: a full disk leaves such a recorder.
             raise ValueError("it is empty")
         else:
             return _Loaded()  # a file of somebody else
@@ -159,7 +164,8 @@ def _load(path: Path) -> _Loaded:
     except (Refused, MemoryError):
         raise
     except Exception as error:  # a damaged file can raise nearly anything
-        return _Loaded(problem=_unreadable(str(error) or type(error).__name__))
+        why = str(error) or type(error).__name__
+        return _Loaded(problem=_unreadable(why))
 
 
 def _opener(path: str, flags: int) -> int:
@@ -178,14 +184,16 @@ def _trace(path: Path, data: _Table, latest: int) -> _Loaded:
     calls, is_whole = _calls(data["entries"] or [])
     facts = {"latest": latest, "calls": calls, "whole": is_whole, "has_calls": True}
     groups = []
-    for torch_name, config in (data.get("pg_config") or {}).items():
+    configs = data.get("pg_config") or {}
+    for torch_name, config in configs.items():
         name = _text(torch_name)
         label = _label(name, config["desc"])
-        group = Group(name, label, _members(config["ranks"]))
-        if group.ranks:
-            groups.append(group)
-            if group.label == DEFAULT:
-                facts["world_size"] = len(group.ranks)
+        members = _members(config["ranks"])
+        # ``_Reader.finish`` makes a group for every call that names none of the listed ones.
+        if members:
+            groups.append(Group(name, label, members))
+            if label == DEFAULT:
+                facts["world_size"] = len(members)
     return _Loaded(_rank(rank), facts, groups)
 
 
@@ -195,11 +203,13 @@ def _groups(data: _Table) -> _Loaded:
         return _Loaded()  # written before there was a default group
     groups = []
     # A communicator that several labels share carries the name of the one that created it.
-    for row in sorted(data["groups"], key=lambda row: row.get("shared_with") is not None):
+    rows = sorted(data["groups"], key=lambda row: row.get("shared_with") is not None)
+    for row in rows:
         name = _text(row["name"])
         label = _label(name, row["label"] or row["description"])
         dims = tuple(map(_text, row["dims"] or ()))
-        groups.append(Group(name, label, _members(row["ranks"]), dims))
+        members = _members(row["ranks"])
+        groups.append(Group(name, label, members, dims))
     facts = _process(data) | {
         "world_size": _rank(int(data["world_size"])),
         "lists_groups": True,
@@ -252,11 +262,13 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
         key = marshal.dumps(shared_fields, 2)
         place = place_of.get(key)
         if place is None:
-            place = place_of[key] = len(titles)
+            place = len(titles)
+            place_of[key] = place
             titles.append(_title(*shared_fields))
         places.append(place)
     own_fields = zip(*map(_OWN_FIELDS, entries), strict=True)
     collective_seqs, p2p_seqs, created, started, completed = map(_numbers, own_fields)
+    # Torch counts sends and receives apart from collectives, in a field of their own.
     is_p2p = np.array([title.p2p for title in titles])[places]
     rows = np.empty(len(entries), ROW)
     rows["title"] = places
@@ -265,6 +277,7 @@ def _calls(entries: Sequence[_Table]) -> tuple[Calls, bool]:
     rows["started"] = started
     rows["completed"] = completed
     rows["done"] = [*map(has_ended, entries)]
+    # The first call of a process is record 0: before a higher one, calls were overwritten.
     is_whole = not entries[0].get("record_id")
     if any(title.what.name == _BATCH for title in titles):
         is_shown = _end_batches(titles, rows, collective_seqs, p2p_seqs)
@@ -314,7 +327,8 @@ def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     backend, _, call = _text(name).rpartition(":")
     call_name, _, detail = call.partition(" ")
     texts = [call_name.lstrip("_") or "an operation", detail]
-    texts += [one_line(str(values)) for values in shapes]
+    for values in shapes:
+        texts.append(one_line(str(values)))
     # Calls of many sizes, as of experts, have as many titles, which share what is equal.
     operation = What(*map(sys.intern, texts))
     return Title(group_name, label, is_p2p is True, sys.intern(backend), operation)
@@ -325,10 +339,14 @@ def _label(name: str, description: Any) -> str:
     label = _text(description)
     if label != _UNDEFINED:
         return label
-    return "" if _NAMED_BY_TORCH.fullmatch(name) else name
+    # Such as "3" or a digest of 40 digits, which nobody recognises.
+    if _NAMED_BY_TORCH.fullmatch(name):
+        return ""
+    return name
 
 
 def _rank(number: Any) -> int:
+    # True is an instance of int, too. A huge rank would make the world, a range of all ranks, huge.
     if type(number) is not int or not 0 <= number <= _MOST_RANKS:
         raise ValueError("it names no rank")
     return number
@@ -352,7 +370,8 @@ def _frames(rows: Any) -> Stack:
 
 def _numbers(values: Sequence[Any]) -> Any:
     """Whole numbers; 0 for those that are not known."""
-    return np.array([value or 0 for value in values], np.int64)
+    numbers = [value or 0 for value in values]
+    return np.array(numbers, np.int64)
 
 
 def _text(value: Any) -> str:
@@ -375,8 +394,11 @@ class _Reader:
         self.titles = self.recording.titles
         self.problems = self.recording.problems
         self.calls_left = _MOST_CALLS
+        # Of each name, the groups by their members.
         self.named: dict[str, dict[Ranks, Group]] = defaultdict(dict)
+        # The members of the group to which a rank gives a name.
         self.members_of: dict[tuple[int, str], Ranks] = {}
+        # Of each title, its place among those of all ranks.
         self.place_of: dict[Title, int] = {}
 
     def add(self, path: Path, loaded: _Loaded) -> None:
@@ -416,7 +438,8 @@ class _Reader:
             # NCCL's sends are in its recorder, those of gloo in the file of stacks.
             has_sends = any(title.p2p and title.is_on_gloo for title in recording.calls.titles)
             if recording.sends and not has_sends:
-                calls = _joined(calls, self._with_keys(rank, recording.sends))
+                sends = self._with_keys(rank, recording.sends)
+                calls = _joined(calls, sends)
             recording.calls = calls
         self.recording.world_size = self._world_size()
         for group in self.groups.values():
@@ -433,7 +456,9 @@ class _Reader:
         if not stated:
             for group in self.groups.values():
                 named_ranks.update(group.ranks)
-        return max(stated, 1 + max(named_ranks, default=-1))
+        last_rank = max(named_ranks, default=-1)
+        # A rank that left a file is in the world, even beyond the stated size.
+        return max(stated, last_rank + 1)
 
     def _outside(self, group: Group) -> frozenset[int]:
         """The members that are no ranks of this job.
@@ -443,16 +468,21 @@ class _Reader:
         whose members are ranks of the job.
         """
         outside = {rank for rank in group.ranks if rank >= self.recording.world_size}
-        if not _NAMED_BY_TORCH.fullmatch(group.name):
-            for rank in self.ranks.keys() & group.ranks:
-                is_of_rank = (rank, group.name) in self.members_of
-                if self.ranks[rank].lists_groups and not is_of_rank:
-                    outside.add(rank)
+        if _NAMED_BY_TORCH.fullmatch(group.name):
+            return frozenset(outside)
+        for rank in self.ranks.keys() & group.ranks:
+            is_of_rank = (rank, group.name) in self.members_of
+            # A rank that lists its groups, and not this one, only shares a number with the member.
+            if self.ranks[rank].lists_groups and not is_of_rank:
+                outside.add(rank)
         return frozenset(outside)
 
     def _key(self, name: str, members: Ranks) -> str:
         """A key that only one group has: torch can use one name for several groups."""
-        if len(self.named[name]) < 2 or not members:
+        if len(self.named[name]) < 2:
+            return name
+        # Which of them it is cannot be known: a rank whose file lists no groups called it.
+        if not members:
             return name
         return f"{name}@{','.join(map(str, members))}"
 
@@ -473,7 +503,8 @@ class _Reader:
                 self.titles.append(title)
             places.append(self.place_of[title])
         rows = calls.rows.copy()
-        rows["title"] = np.array(places, np.int64)[rows["title"]]
+        new_places = np.array(places, np.int64)
+        rows["title"] = new_places[rows["title"]]
         return Calls(self.titles, rows, calls.frames)
 
 
@@ -496,6 +527,7 @@ def _mixture(recordings: Iterable[RankRecording]) -> str:
     in its previous life say nothing about this hang.
     """
     recordings = list(recordings)
+    # Compared with the newest alone: two recordings of one run are both equal to it.
     newest = max(recordings, key=_begin, default=RankRecording(0))
     for recording in recordings:
         ranks = f"those of rank {recording.rank} and of rank {newest.rank}"
@@ -510,14 +542,19 @@ def _mixture(recordings: Iterable[RankRecording]) -> str:
 
 def _begin(recording: RankRecording) -> int:
     """When a rank began to record or made its first call; 0 if that is not known."""
-    if recording.started or not (recording.whole and recording.calls):
+    if recording.started:
         return recording.started
-    return recording.calls[0].created
+    # Of a recorder that has lost calls, the first one is not the first that was made.
+    if recording.whole and recording.calls:
+        return recording.calls[0].created
+    return 0
 
 
 def _end(recording: RankRecording) -> int:
     """When a rank wrote, or called something last; 0 if that is not known."""
-    if recording.written or not recording.calls:
+    if recording.written:
         return recording.written
+    if not recording.calls:
+        return 0
     last = recording.calls[-1]
     return max(last.created, last.completed)

@@ -156,15 +156,18 @@ class _Report:
         return lines
 
     def _say(self, key: str, **fields: object) -> str:
-        return SENTENCES[key].format(**self.fields | fields)
+        template = SENTENCES[key]
+        return template.format(**self.fields | fields)
 
     def _verdict(self) -> str:
         kind = self.cause.kind
         recordings = self.ranks.values()
         if kind == "ok":
-            is_over = not self.waiting.gone and all(recording.ended for recording in recordings)
+            key = "ok"
+            if not self.waiting.gone and all(recording.ended for recording in recordings):
+                key = "ended"
             return self._say(
-                "ended" if is_over else "ok",
+                key,
                 recorded=counted(len(recordings), "rank"),
                 calls=sum(len(recording.calls) for recording in recordings),
             )
@@ -195,7 +198,9 @@ class _Report:
         for rank in dict.fromkeys((*cause.ranks, *self.waiting.unseen)):
             function = self.waiting.unseen[rank]
             ranks_in[function].append(rank)
-        texts = [f"{Members(ranks):is|are} in {function}" for function, ranks in ranks_in.items()]
+        texts = []
+        for function, ranks in ranks_in.items():
+            texts.append(f"{Members(ranks):is|are} in {function}")
         return f"{', and '.join(texts)}."
 
     def _missed(self) -> str:
@@ -204,8 +209,11 @@ class _Report:
         where = self._say(f"rank {cause.kind}")
         waiting_ranks = self.waiting.guessing.difference(cause.ranks)
         if cause.wait is not None:
-            name = cause.wait.call.what.name
-            missing = self._say(f"missed {name}" if cause.wait.call.p2p else "missed")
+            key = "missed"
+            # Of a send, what is missing is the receive, and the reverse.
+            if cause.wait.call.p2p:
+                key = f"missed {cause.wait.call.what.name}"
+            missing = self._say(key)
         elif waiting_ranks:
             function = self.waiting.unseen.get(min(waiting_ranks), "a call")
             guessing = Members(waiting_ranks)
@@ -251,9 +259,9 @@ class _Report:
         last = "has called nothing so far"
         if recording.calls:
             last_call = recording.calls[-1]
-            last = (
-                f"last called {self._title(last_call)}{'' if last_call.done else ', not finished'}"
-            )
+            last = f"last called {self._title(last_call)}"
+            if not last_call.done:
+                last += ", not finished"
         elif rank in self.waiting.blind:
             last = "left no flight recorder"
         self.fields |= {
@@ -272,14 +280,17 @@ class _Report:
         if wait.ns >= _INSTANT:
             # Without the time of the dump, the time until the last event of any rank is known.
             is_known = any(self.ranks[rank].written for rank in wait.inside)
-            duration = f" for {'' if is_known else 'at least '}{lasting(wait.ns)}"
+            bound = "" if is_known else "at least "
+            duration = f" for {bound}{lasting(wait.ns)}"
+        # Processes of other jobs have no rank to name: they are left out beside ranks of this job.
+        missed = wait.missed - entered - {OUTSIDE} or wait.missed
         self.fields |= {
             "call": self._call(wait),
             "seq": wait.call.seq,
             "group": self._group(wait.call.group),
             "inside": Members(wait.inside),
             "entered": Members(entered),
-            "missed": Members(wait.missed - entered - {OUTSIDE} or wait.missed),
+            "missed": Members(missed),
             "outside": Members(self.groups[wait.call.group].outside, "member"),
             "lasting": duration,
         }
@@ -300,23 +311,29 @@ class _Report:
         }
         key = "before"
         if departure.peers:
-            key = "peers and before" if departure.before else "peers"
+            key = "peers"
+            if departure.before:
+                key = "peers and before"
         self.fields["evidence"] = self._say(key)
 
     def _add_unequal(self, parts: Sequence[Mapping[int, Call]]) -> None:
         """The calls of the cause, and of those that made another call there."""
         cause_ranks = set(self.cause.ranks)
-        *others, largest = sorted(parts, key=lambda part: (cause_ranks.isdisjoint(part), len(part)))
-        rank = min(cause_ranks & others[0].keys())
-        call = others[0][rank]
+        # First the smallest part with a rank of the cause, last the largest without one.
+        *smaller, largest = sorted(
+            parts, key=lambda part: (cause_ranks.isdisjoint(part), len(part))
+        )
+        rank = min(cause_ranks & smaller[0].keys())
+        call = smaller[0][rank]
         other_rank = min(largest)
-        self.unequal = [(rank, call), (other_rank, largest[other_rank])]
+        other_call = largest[other_rank]
+        self.unequal = [(rank, call), (other_rank, other_call)]
         self.fields |= {
             # Of two ranks that differ, both are the cause.
             "named": self._named(sorted(cause_ranks - largest.keys())),
-            "different": difference(call, largest[other_rank]),
+            "different": difference(call, other_call),
             "others": Members(largest),
-            "other": difference(largest[other_rank], call),
+            "other": difference(other_call, call),
         }
 
     # Names.
@@ -359,7 +376,10 @@ class _Report:
         # A rank's place in its largest group over each dim: "tp=1 dp=0".
         largest: dict[str, Ranks] = {}
         for group in self.groups.values():
-            if len(group.dims) == 1 and rank in group.ranks:
+            # A place in a group over several dims is no coordinate.
+            if len(group.dims) != 1:
+                continue
+            if rank in group.ranks:
                 (dim,) = group.dims
                 largest[dim] = max(largest.get(dim, ()), group.ranks, key=len)
         # A group of one rank says nothing about its dim.
@@ -369,4 +389,6 @@ class _Report:
                 places.append(f"{dim}={members.index(rank)}")
         if places:
             facts.append(" ".join(places))
-        return f"{text} ({', '.join(facts)})" if facts else text
+        if not facts:
+            return text
+        return f"{text} ({', '.join(facts)})"

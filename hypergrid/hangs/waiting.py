@@ -101,7 +101,10 @@ class _PairKey(NamedTuple):
     @property
     def rank(self) -> int:
         """The rank that calls it."""
-        return self.ranks[self.name == "recv"]
+        source, target = self.ranks
+        if self.name == "send":
+            return source
+        return target
 
     @property
     def answer(self) -> _PairKey:
@@ -148,8 +151,10 @@ class Waiting:
         self.of = self._waits_of_ranks()
         blocked = self.of.keys()
         self.unseen: dict[int, str] = {}
-        for rank in sorted(self.ranks.keys() - blocked - self.raised - self.victims):
+        without_wait = self.ranks.keys() - blocked - self.raised - self.victims
+        for rank in sorted(without_wait):
             function = self._unrecorded_function(rank)
+            # A rank that made a call a moment ago may leave this one at once.
             if function and self._is_idle(rank):
                 self.unseen[rank] = function
         self.guessing = self.unseen.keys() | (self.victims - blocked)
@@ -177,6 +182,8 @@ class Waiting:
                 self.raised.add(rank)
         self.victims.update(lost)
         has_ended = any(recording.ended for recording in self.ranks.values())
+        # A connection is lost because a process ended. Where no other end is known, it may be that
+        # of the rank that wrote first.
         if lost and not (self.gone or self.raised or has_ended):
             first = min(lost, key=lambda rank: self.ranks[rank].written)
             self.doubtful.add(first)
@@ -186,15 +193,20 @@ class Waiting:
     def _is_in_a_call(self, rank: int) -> bool:
         """Whether it is in a call to torch, or was when it raised."""
         stack = self.ranks[rank].stack
-        return bool(stack and _IN_A_CALL.search(stack[0].file))
+        if not stack:
+            return False
+        innermost_file = stack[0].file
+        return bool(_IN_A_CALL.search(innermost_file))
 
     def _waits_of_ranks(self) -> dict[int, list[Wait]]:
         """The waits that hold up each rank."""
         waits_of: dict[int, list[Wait]] = defaultdict(list)
         for wait in self.waits:
             for rank in wait.inside:
-                if rank not in self.raised:
-                    waits_of[rank].append(wait)
+                # It has left the call with an error, whatever its recorder says.
+                if rank in self.raised:
+                    continue
+                waits_of[rank].append(wait)
         for rank, waits in waits_of.items():
             # What is queued behind another call holds nobody up, as long as that has not ended.
             entered = [wait for wait in waits if rank not in wait.behind]
@@ -208,7 +220,11 @@ class Waiting:
             return group.ranks
         if group.label == DEFAULT:
             return self.world
-        return [rank for rank, numbers in sorted(self._last_numbers.items()) if key in numbers]
+        callers = []
+        for rank, numbers in sorted(self._last_numbers.items()):
+            if key in numbers:
+                callers.append(rank)
+        return callers
 
     @property
     def is_world_known(self) -> bool:
@@ -219,6 +235,7 @@ class Waiting:
 
     def needs(self, rank: int) -> set[int]:
         """The ranks that it waits for."""
+        # Nothing says whom a guessing rank waits for: it may be any other.
         needed = set(self.world) if rank in self.guessing else set()
         for wait in self.of.get(rank, []):
             needed |= wait.missed_by(rank)
@@ -235,7 +252,8 @@ class Waiting:
                 else:
                     targets += wait.missed_by(rank)
             graph[rank] = targets
-        graph |= {rank: [None] for rank in self.guessing}
+        for rank in self.guessing:
+            graph[rank] = [None]
         graph[None] = self.world if self.guessing else ()
         last_ones = []
         for component in _last_components(graph):
@@ -250,8 +268,12 @@ class Waiting:
         Such as a receive of gloo's, or ``new_group``, in which members wait for each other.
         """
         stack = self.ranks[rank].stack
-        if self._pending.get(rank) or not stack:
-            return ""  # it is in a call that is recorded, or in none
+        # It is in a call that is recorded.
+        if self._pending.get(rank):
+            return ""
+        if not stack:
+            return ""
+        # The innermost frame is first: of those in torch, the last is what the script called.
         function = ""
         for frame in stack:
             if not _IN_A_CALL.search(frame.file):
@@ -272,9 +294,10 @@ class Waiting:
         # Who calls both may send on gloo, too.
         if any(title.p2p for title in on_gloo or titles):
             return True
+        if on_gloo:
+            return False
         # NCCL has several backends from torch 2.15 on, whose names begin alike.
-        on_nccl = any(title.backend.startswith("nccl") for title in titles)
-        return on_nccl and not on_gloo
+        return any(title.backend.startswith("nccl") for title in titles)
 
     def last_time(self, rank: int) -> int:
         """When the rank last called something, or saw a call end; 0 if that is not known."""
@@ -289,7 +312,10 @@ class Waiting:
         calls = self.ranks[rank].calls
         for at in np.flatnonzero(calls.rows["seq"] == seq).tolist():
             call = calls[at]
-            if call.group == group and not call.p2p:
+            # Sends and receives have numbers of their own.
+            if call.p2p:
+                continue
+            if call.group == group:
                 return call
         return None
 
@@ -297,6 +323,7 @@ class Waiting:
         recording = self.ranks[rank]
         calls = recording.calls
         is_collective_title = [not title.p2p for title in calls.titles]
+        # Without its type, the array of a rank without calls would be of floats.
         is_collective = np.array(is_collective_title, bool)[calls.rows["title"]]
         self._last_numbers[rank] = _last_numbers(calls, is_collective)
         if rank in self.raised and self._is_in_a_call(rank) and calls:
@@ -313,18 +340,23 @@ class Waiting:
                     continue
                 ended[call.group] = _ALL
             if call.title.is_on_gloo:
+                # Gloo has no kernels that wait behind each other on a stream.
                 is_entered = True
             elif is_timed:
                 is_entered = call.started > 0
             else:
-                # The sends and receives of one batch have one number.
-                first = pending[0].call if pending else call
+                # No start was recorded: the first is entered, others are queued behind it. The
+                # sends and receives of one batch have one number.
+                first = call
+                if pending:
+                    first = pending[0].call
                 is_entered = (first.group, first.seq) == (call.group, call.seq)
             pending.append(_Pending(at, call, is_entered))
         if not pending and rank in self.victims and calls:
             # It was marked as ended by the error.
             at = len(calls) - 1
             pending.append(_Pending(at, calls[at], is_entered=True))
+        # A script that has ended waits for nobody, even if a handle was dropped.
         if not recording.ended:
             self._pending[rank] = pending
 
@@ -335,9 +367,10 @@ class Waiting:
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
                 title = pending.call.title
-                if not title.p2p:
-                    pending_at[title.group, pending.call.seq][rank] = pending
-                    pending_in[rank, title.group] = pending
+                if title.p2p:
+                    continue
+                pending_at[title.group, pending.call.seq][rank] = pending
+                pending_in[rank, title.group] = pending
         for (group, seq), pending_of in pending_at.items():
             absent = set()
             behind = set()
@@ -351,12 +384,14 @@ class Waiting:
                 # A rank whose recorder has overwritten its call came long ago: nobody misses it.
                 call = self._call_of(rank, group, seq)
                 if call is not None:
-                    calls_of[must_agree(call.what)][rank] = call
+                    agreed_part = must_agree(call.what)
+                    calls_of[agreed_part][rank] = call
                 # It is in an earlier call of the group, or has queued this one.
                 first = pending_in.get((rank, group))
                 if first is not None and (first.call.seq, first.is_entered) < (seq, True):
                     behind.add(rank)
             outside = self.recording.groups[group].outside
+            # Processes of another job left no files here: none of them is seen to enter.
             if outside:
                 absent = (absent - outside) | {OUTSIDE}
             alike = sorted(calls_of.values(), key=len)
@@ -364,7 +399,10 @@ class Waiting:
                 self.unequal[group, seq] = alike
             recorded = set().union(*alike)
             for calls in alike:
-                inside = {rank: pending_of[rank] for rank in calls if rank in pending_of}
+                inside = {}
+                for rank in calls:
+                    if rank in pending_of:
+                        inside[rank] = pending_of[rank]
                 unlike = recorded - calls.keys()
                 if inside:
                     self._add_wait(inside, absent, unlike, behind & calls.keys())
@@ -384,8 +422,10 @@ class Waiting:
         at, call, _ = inside[first]
         ranks = inside.keys()
         wait = Wait(call, first, at, ranks, absent, unlike, behind, ns)
-        waits = self.waits if wait.missed else self.running
-        waits.append(wait)
+        if wait.missed:
+            self.waits.append(wait)
+        else:
+            self.running.append(wait)
 
     def _ns(self, rank: int, call: Call) -> int:
         """For how long a rank had been in a call when it wrote; 0 if that is not known."""
@@ -397,7 +437,12 @@ class Waiting:
     def _is_stuck(self, ranks: Iterable[int], ns: int) -> bool:
         # Only with the time of the dump it is known for how long a rank had waited.
         is_known = any(self.ranks[rank].written for rank in ranks)
-        return not is_known or ns >= PATIENCE or bool(self.victims)
+        if not is_known:
+            return True
+        # A failed call ends the job: those that have just entered another will not leave it.
+        if self.victims:
+            return True
+        return ns >= PATIENCE
 
     def _is_idle(self, rank: int) -> bool:
         """Whether it has called nothing for a while."""
@@ -418,7 +463,10 @@ class Waiting:
         for rank, all_pending in self._pending.items():
             for pending in all_pending:
                 key = self._pair_key(pending.call.title)
-                if key is not None and rank == key.rank:
+                if key is None:
+                    continue
+                # In a group over two jobs, members are numbered anew: it may name another rank.
+                if rank == key.rank:
                     pending_of[key].append(pending)
                     counts[key] += 1
         for key, operations in pending_of.items():
@@ -431,6 +479,7 @@ class Waiting:
             if answer.rank in self.recording.groups[key.group].outside:
                 absent.add(OUTSIDE)
             elif unanswered > 0:
+                # Answers come in order: the last ones lack theirs, or all if fewer have not ended.
                 operation = operations[-unanswered:][0]
                 absent.add(answer.rank)
             elif answers and not answers[0].is_entered:
@@ -450,8 +499,10 @@ class Waiting:
             ended_titles = calls.rows["title"][calls.rows["done"]]
             for place, count in Counter(ended_titles.tolist()).items():
                 key = self._pair_key(calls.titles[place])
+                if key is None:
+                    continue
                 # What the other rank did is known only from its own recorder.
-                if key is not None and whole.issuperset(key.ranks):
+                if whole.issuperset(key.ranks):
                     ended[key] += count
         return ended
 
@@ -472,12 +523,15 @@ def _last_numbers(calls: Calls, mask: Any) -> dict[str, int]:
     group_of_title = [title.group for title in calls.titles]
     rows = calls.rows[mask]
     groups = [group_of_title[place] for place in rows["title"].tolist()]
-    return dict(zip(groups, rows["seq"].tolist(), strict=True))
+    numbers = rows["seq"].tolist()
+    # Of equal keys, a dict keeps the value that came last.
+    return dict(zip(groups, numbers, strict=True))
 
 
 def must_agree(operation: What) -> What:
     """The part of a call that must be equal on all members of its group."""
     name = operation.name
+    # Each member gives and takes sizes of its own.
     if name.startswith(_OF_ANY_SIZE) or "_v" in name:
         return What(name, operation.detail, "", "", "", "")
     if name in _ONLY_INPUTS:
@@ -489,14 +543,19 @@ def must_agree(operation: What) -> What:
 
 def pair_of(operation: What, members: Sequence[int]) -> tuple[int, ...]:
     """The global ranks (from, to) of a send or receive: "1<-0" of (4, 6) is (4, 6); else none."""
+    if operation.name not in ("send", "recv"):
+        return ()
     match = _PAIR.fullmatch(operation.detail)
-    if operation.name not in ("send", "recv") or match is None:
+    if match is None:
         return ()
     caller, peer = map(int, match.groups())
+    # The members that the files name may be too few.
     if max(caller, peer) >= len(members):
         return ()
     ranks = (members[caller], members[peer])
-    return ranks if operation.name == "send" else ranks[::-1]
+    if operation.name == "send":
+        return ranks
+    return ranks[::-1]
 
 
 def _last_components(graph: Mapping[Any, Iterable[Any]]) -> Iterator[set[Any]]:
@@ -529,7 +588,9 @@ def _reachable(graph: Mapping[Any, Iterable[Any]], start: Any) -> set[Any]:
     reached = {start}
     to_visit = [start]
     while to_visit:
-        new = set(graph.get(to_visit.pop(), ())) - reached
-        reached |= new
-        to_visit += new
+        node = to_visit.pop()
+        targets = graph.get(node, ())
+        new_nodes = set(targets) - reached
+        reached |= new_nodes
+        to_visit += new_nodes
     return reached

@@ -58,8 +58,11 @@ class Difference:
     @property
     def is_empty(self) -> bool:
         """Whether no rank sees a difference."""
+        before, after = self.ranks
+        if before != after:
+            return False
         # A part of the weights changes where a coordinate does.
-        return self.ranks[0] == self.ranks[1] and not self.moved and not self.regrouped
+        return not (self.moved or self.regrouped)
 
 
 def difference(
@@ -85,15 +88,19 @@ def difference(
         new_cut = tuple(map(new.size_of, weight_dims))
         part_differs = np.full(len(common), old_cut != new_cut)
         for dim in dict.fromkeys((*old.dims, *new.dims)):
-            differs = _coordinates(old, dim, common) != _coordinates(new, dim, common)
+            old_coordinates = _coordinates(old, dim, common)
+            new_coordinates = _coordinates(new, dim, common)
+            differs = old_coordinates != new_coordinates
             if dim in weight_dims:
                 part_differs |= differs
             old_size = old.size_of(dim)
             new_size = new.size_of(dim)
-            if differs.any() or old_size != new_size:
-                moved.append(Moved(name, dim, (old_size, new_size), int(differs.sum())))
-        if part_differs.any() or old_cut != new_cut:
-            ranks = int(part_differs.sum())
+            ranks = int(differs.sum())
+            # A dim can grow by ranks that only one of the jobs has: then no common rank moves.
+            if ranks or old_size != new_size:
+                moved.append(Moved(name, dim, (old_size, new_size), ranks))
+        ranks = int(part_differs.sum())
+        if ranks or old_cut != new_cut:
             resharded.append(Resharded(name, weight_dims, (old_cut, new_cut), ranks))
     return Difference(
         ranks=(len(before.window), len(after.window)),
@@ -120,11 +127,13 @@ def _regrouped(before: GroupPlan, after: GroupPlan, common: np.ndarray) -> Itera
     rank_count = max(before.window.stop, after.window.stop)
     generator = np.random.default_rng(0)
     number_of_rank = generator.integers(1 << 63, size=rank_count, dtype=np.uint64)
+    labels = [row.label for row in (*before.rows, *after.rows)]
     # Each once, in their order.
-    for label in dict.fromkeys(row.label for row in (*before.rows, *after.rows)):
+    for label in dict.fromkeys(labels):
         old_count, old_digests = _groups(before, label, number_of_rank)
         new_count, new_digests = _groups(after, label, number_of_rank)
-        ranks = int((old_digests != new_digests)[common].sum())
+        differs = old_digests != new_digests
+        ranks = int(differs[common].sum())
         if ranks or old_count != new_count:
             yield Regrouped(label, (old_count, new_count), ranks)
 
@@ -134,9 +143,12 @@ def _groups(plan: GroupPlan, label: str, number_of_rank: np.ndarray) -> tuple[in
     count = 0
     digests = np.zeros_like(number_of_rank)
     for row in plan.rows:
-        if row.label == label:
-            for groups in plan.arrays(row):
-                count += len(groups)
-                # A rank may be in several groups of one name.
-                digests[groups] += number_of_rank[groups].sum(axis=1, keepdims=True)
+        if row.label != label:
+            continue
+        # One array for each size of groups: each has a row for a group.
+        for groups in plan.arrays(row):
+            count += len(groups)
+            sums = number_of_rank[groups].sum(axis=1, keepdims=True)
+            # A rank may be in several groups of one name.
+            digests[groups] += sums
     return count, digests

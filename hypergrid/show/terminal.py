@@ -36,6 +36,7 @@ def table(
     ranks_of = ranks_by_host(layout, hosts)
     names = list(ranks_of)
     last = len(names) - 1
+    # Of up to five hosts, none would be left out.
     is_folded = only is None and layout.size > FOLD_ABOVE and last > _FIRST
     numbers: Sequence[int] = range(len(names))
     if only is not None:
@@ -52,8 +53,9 @@ def table(
     per_line = max(1, (width - label_width) // cell_width)
 
     def line(label: str, values: Iterable[int], style: str = "") -> Text:
-        cells = [f"{value} ".rjust(cell_width) for value in values]
-        text = f"  {label}".ljust(label_width) + "".join(cells)
+        text = f"  {label}".ljust(label_width)
+        for value in values:
+            text += f"{value} ".rjust(cell_width)
         return Text(text.rstrip(), style)
 
     for number in numbers:
@@ -70,7 +72,10 @@ def table(
             groups = group_of_rank[ranks]
             coloured = Text(name.ljust(label_width), style="bold")
             for rank, group in zip(ranks, groups, strict=True):
-                coloured.append(f"{rank} ".rjust(cell_width), _STYLES[group % len(_STYLES)])
+                cell = f"{rank} ".rjust(cell_width)
+                # More groups than colours: neighbours still differ.
+                style = _STYLES[group % len(_STYLES)]
+                coloured.append(cell, style)
             yield coloured
             for dim in dims:
                 coordinates = [layout.coordinate(rank)[dim] for rank in ranks]
