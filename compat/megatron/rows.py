@@ -5,6 +5,7 @@ The lists are in the order of upstream's loops, which decides in which order gro
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -237,11 +238,15 @@ def _chosen(
         choose = request.helpers.get(default.__name__, default)
     if choose is default:
         return None
-    if not callable(choose):
+    try:
+        inspect.signature(choose, follow_wrapped=False).bind([])
+    except ValueError:
+        pass  # a function in C may have no signature
+    except TypeError as error:
         raise TypeError(
             f"{argument} must be a function from a pipeline's ranks to some of them, got "
-            f"{shown(choose)}."
-        )
+            f"{shown(choose)}: {error}."
+        ) from None
     chosen = []
     for pipeline in loops(request, row):
         chosen.append(_plain_ranks(argument, choose(pipeline), request.world))

@@ -329,7 +329,7 @@ def _title(group: Sequence[Any], is_p2p: Any, name: Any, *shapes: Any) -> Title:
     texts = [call_name.lstrip("_") or "an operation", detail]
     for values in shapes:
         texts.append(one_line(str(values)))
-    # Calls of many sizes, as of experts, have as many titles, which share what is equal.
+    # Calls of many sizes have as many titles, which share what is equal.
     operation = What(*map(sys.intern, texts))
     return Title(group_name, label, is_p2p is True, sys.intern(backend), operation)
 
