@@ -161,12 +161,42 @@ def initialize_model_parallel(
     AbortedError
         ``hypergrid.abort()`` was called meanwhile.
     """
-    arguments = dict(locals())  # of all releases, as the fields of a request
     # A launcher's --order and HYPERGRID_ORDER come before the argument.
-    arguments["order"], order_source = outermost("order", order)
+    order, order_source = outermost("order", order)
     helpers = replaced_functions()  # by outside code: they are called in place of ours
     request = Request(
-        **arguments, order_source=order_source, init_count=next(init_counts), helpers=helpers
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend,
+        use_sharp=use_sharp,
+        context_parallel_size=context_parallel_size,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        hybrid_context_parallel=hybrid_context_parallel,
+        dynamic_context_parallel=dynamic_context_parallel,
+        min_dynamic_context_parallel_size=min_dynamic_context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        gtp_remat_size=gtp_remat_size,
+        expert_gtp_remat_size=expert_gtp_remat_size,
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+        nccl_communicator_config_path=nccl_communicator_config_path,
+        distributed_timeout_minutes=distributed_timeout_minutes,
+        order=order,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+        create_gloo_process_groups=create_gloo_process_groups,
+        high_priority_stream_groups=high_priority_stream_groups,
+        sharp_enabled_group=sharp_enabled_group,
+        create_all_gather_group=create_all_gather_group,
+        rank_offset=rank_offset,
+        local_world_size=local_world_size,
+        share=share,
+        connect=connect,
+        creation=creation,
+        order_source=order_source,
+        init_count=next(init_counts),
+        helpers=helpers,
     )
     with request.telling_others():
         planned = PlannedRows(request)
