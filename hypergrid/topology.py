@@ -51,7 +51,7 @@ class Topology:
                 f"hosts={shown(self.hosts)} have {count} ranks, and {self.layout} reaches to rank "
                 f"{needed - 1}. Name the host of every rank of the world."
             )
-        # Whoever has the array must not move a rank to another host.
+        # A caller that has the array must not move a rank to another host.
         numbers.setflags(write=False)
         # The dataclass is frozen.
         self.__dict__.update(names=names, numbers=numbers)

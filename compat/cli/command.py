@@ -119,7 +119,7 @@ def layout_command(function: Callable[..., int | None]) -> click.Command:
         kind: type = int
         if row.kind == "text":
             kind = str
-        if row.values == "0":
+        if row.values == "0":  # such a flag takes no value
             kind = bool
         command = click.option(
             f"--{name}",
