@@ -111,13 +111,13 @@ def _creation() -> str:
 def _megatron() -> Iterator[Row]:
     from compat.megatron import releases, sources
 
-    source = sources.imported_source()
-    if source is None:
+    core = sources.imported_core()
+    if core is None:
         yield Row("megatron-core", "not installed", f"{install_command('megatron')} for the swap.")
         return
     release = ".".join(map(str, releases.RELEASE))
     # A checkout may come before the installed package.
-    where = f"{source.version or 'no version'} in {source.path.parents[2]}"
+    where = f"{sources.version_of(core) or 'no version'} in {core.parents[1]}"
     yield Row("megatron-core", f"{where}; compat speaks as {release}")
     yield Row("swap", *_trial())
 

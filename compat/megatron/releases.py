@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from compat.megatron.sources import UNREADABLE, Source, imported_source
+from compat.megatron import sources
+from compat.megatron.sources import UNREADABLE, Source
 from hypergrid.messages import shown
 
 Version = tuple[int, int]
@@ -27,6 +28,16 @@ PUBLISHED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 OLDEST: Version = (0, 14)
 LAST_WITH_OLDER = "0.1.0"  # the hypergrid that followed releases before OLDEST
 NEWEST: Version = (0, 20)  # the branch main of August 2026, whose parallel_state.py is 0.19.2's
+# Of the replaced files of each release, and what they are of. scripts/fetch_megatron prints the row.
+# A file that is not here is read, which takes longer than all else at import.
+CHECKSUMS: dict[str, Version] = {
+    "e485e654874e9c9d": (0, 14),
+    "87a195c9d054f905": (0, 15),
+    "01471f08705662d9": (0, 16),
+    "929705d00386cddc": (0, 17),
+    "11eac7b0a669b9bb": (0, 18),
+    "0c110d1bb083d09a": (0, 19),
+}
 _BRANCH: Version = (1_000, 0)  # for what branches have and no release
 
 
@@ -113,24 +124,24 @@ def _nearest_known(text: str, origin: str) -> Version:
     return min(release, NEWEST)
 
 
-def _most_alike(source: Source, stated: Version) -> Version:
-    """The release whose names are the most like those of ``source``; of equal ones the stated."""
+def _most_alike(has_name: Callable[[str], bool], stated: Version) -> Version:
+    """The release whose names are the most like those of a file; of equal ones the stated."""
 
     def likeness(release: Version) -> tuple[int, bool, Version]:
-        alike = [(name in source.names) == _is_in(span, release) for name, span in SPANS.items()]
+        alike = [has_name(name) == _is_in(span, release) for name, span in SPANS.items()]
         return sum(alike), release == stated, release
 
     return max([(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)], key=likeness)
 
 
 def _decide() -> tuple[Version, Source | None, str]:
-    """The release to follow, the source whose names count unless one is asked for, and why."""
+    """The release to follow, the source whose names count instead of a release's, and why."""
     if text := os.environ.get(ASKED):
         return _nearest_known(text, ASKED), None, ASKED
-    source = imported_source()
+    core = sources.imported_core()
     text = ""
-    if source is not None:
-        text = source.version
+    if core is not None:
+        text = sources.version_of(core)
     origin = "installed"
     if not text:
         from importlib import metadata  # 10 ms, which a source saves
@@ -141,9 +152,16 @@ def _decide() -> tuple[Version, Source | None, str]:
             text = PUBLISHED[-1]
             origin = "none installed"
     stated = _nearest_known(text, origin)
-    if source is None or not source.functions:
+    if core is None:
         return stated, None, origin
-    return _most_alike(source, stated), source, origin
+    published = CHECKSUMS.get(sources.checksum(core))
+    if published is not None:
+        same = _most_alike(lambda name: _is_in(SPANS[name], published), stated)
+        return same, None, origin
+    source = sources.read(core)
+    if not source.functions:
+        return stated, None, origin
+    return _most_alike(source.names.__contains__, stated), source, origin
 
 
 _DECIDED = RELEASE, SOURCE, ORIGIN = _decide()

@@ -7,9 +7,12 @@ the number of a release whose file they do not have.
 from __future__ import annotations
 
 import ast
+import gc
+import hashlib
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +40,9 @@ class Definition:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The definitions of ``parallel_state.py`` and the files beside it, and their version."""
+    """The definitions of ``parallel_state.py`` and ``hyper_comm_grid.py``."""
 
     path: Path
-    version: str  # such as "0.19"; empty where nothing says it
     definitions: dict[str, list[Definition]]  # of "parallel_state" and "hyper_comm_grid"
     functions: dict[str, dict[str, Any]]  # of parallel_state.py; of each argument the default
     # All of these: functions, globals, arguments, "function.argument", "HyperCommGrid.method".
@@ -48,19 +50,35 @@ class Source:
     words: frozenset[str]  # of the text of parallel_state.py
 
 
-def imported_source() -> Source | None:
-    """The source that ``import megatron.core.parallel_state`` would load; None without Megatron."""
-    core = _package("megatron.core", _package("megatron"))
-    if not core:
+def imported_core() -> Path | None:
+    """The folder that ``import megatron.core`` would load; None without Megatron."""
+    folders = _package("megatron.core", _package("megatron"))
+    if not folders:
         return None
-    return read(Path(core[0]))
+    return Path(folders[0])
+
+
+def checksum(core: Path) -> str:
+    """Of the modules of a folder ``megatron/core`` that hypergrid replaces."""
+    digest = hashlib.sha256()
+    for name in _MODULES:
+        file = core / f"{name}.py"
+        if file.is_file():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def version_of(core: Path) -> str:
+    """Such as "0.19"; empty where nothing says it."""
+    numbers = dict(_VERSION.findall(_text(core / "package_info.py")))
+    return ".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers)
 
 
 def read(core: Path) -> Source:
     """Read the definitions of a folder ``megatron/core``; a file that is missing has none."""
-    definitions = {name: defined(core / f"{name}.py") for name in _MODULES}
+    with _collector_paused():
+        definitions = {name: defined(core / f"{name}.py") for name in _MODULES}
     state = definitions["parallel_state"]
-    numbers = dict(_VERSION.findall(_text(core / "package_info.py")))
     functions = {}
     names = {definition.name for definition in definitions["hyper_comm_grid"]}
     for definition in state:
@@ -71,12 +89,23 @@ def read(core: Path) -> Source:
                 names |= {argument, f"{definition.name}.{argument}"}
     return Source(
         path=core / "parallel_state.py",
-        version=".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers),
         definitions=definitions,
         functions=functions,
         names=frozenset(names),
         words=frozenset(re.findall(r"\w+", _text(core / "parallel_state.py"))),
     )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A tree of thousands of nodes would start a full collection over all that torch has loaded."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def defined(path: Path) -> list[Definition]:
