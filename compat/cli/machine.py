@@ -109,15 +109,15 @@ def _creation() -> str:
 
 
 def _megatron() -> Iterator[Row]:
-    from compat.megatron import releases, sources
+    from compat.megatron import installed, releases
 
-    core = sources.imported_core()
+    core = installed.imported_core()
     if core is None:
         yield Row("megatron-core", "not installed", f"{install_command('megatron')} for the swap.")
         return
     release = ".".join(map(str, releases.RELEASE))
     # A checkout may come before the installed package.
-    where = f"{sources.version_of(core) or 'no version'} in {core.parents[1]}"
+    where = f"{installed.version_of(core) or 'no version'} in {core.parents[1]}"
     yield Row("megatron-core", f"{where}; compat speaks as {release}")
     yield Row("swap", *_trial())
 

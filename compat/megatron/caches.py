@@ -11,8 +11,7 @@ import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -20,8 +19,7 @@ from torch.distributed import ProcessGroup
 from hypergrid.messages import in_words, shown
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """A global of a module, or an attribute of one of its classes.
 
     ``empty`` makes what it begins with. With ``waits``, to free what it holds waits for other

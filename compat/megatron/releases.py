@@ -9,11 +9,13 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from compat.megatron import sources
-from compat.megatron.sources import UNREADABLE, Source
+from compat.megatron import installed
 from hypergrid.messages import shown
+
+if TYPE_CHECKING:
+    from compat.megatron.sources import Source
 
 Version = tuple[int, int]
 Span = tuple[Version, Version]  # the first and the last release with a behaviour
@@ -28,8 +30,8 @@ PUBLISHED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 OLDEST: Version = (0, 14)
 LAST_WITH_OLDER = "0.1.0"  # the hypergrid that followed releases before OLDEST
 NEWEST: Version = (0, 20)  # the branch main of August 2026, whose parallel_state.py is 0.19.2's
-# Of the replaced files of each release, and what they are of. scripts/fetch_megatron prints the row.
-# A file that is not here is read, which takes longer than all else at import.
+# By the checksum of the files that hypergrid replaces: their release. scripts/fetch_megatron prints
+# the row of a new one. Another file is read, which takes longer than all else at import.
 CHECKSUMS: dict[str, Version] = {
     "e485e654874e9c9d": (0, 14),
     "87a195c9d054f905": (0, 15),
@@ -138,10 +140,10 @@ def _decide() -> tuple[Version, Source | None, str]:
     """The release to follow, the source whose names count instead of a release's, and why."""
     if text := os.environ.get(ASKED):
         return _nearest_known(text, ASKED), None, ASKED
-    core = sources.imported_core()
+    core = installed.imported_core()
     text = ""
     if core is not None:
-        text = sources.version_of(core)
+        text = installed.version_of(core)
     origin = "installed"
     if not text:
         from importlib import metadata  # 10 ms, which a source saves
@@ -154,10 +156,12 @@ def _decide() -> tuple[Version, Source | None, str]:
     stated = _nearest_known(text, origin)
     if core is None:
         return stated, None, origin
-    published = CHECKSUMS.get(sources.checksum(core))
+    published = CHECKSUMS.get(installed.checksum(core))
     if published is not None:
         same = _most_alike(lambda name: _is_in(SPANS[name], published), stated)
         return same, None, origin
+    from compat.megatron import sources  # not needed where the checksum is known
+
     source = sources.read(core)
     if not source.functions:
         return stated, None, origin
@@ -238,6 +242,8 @@ def _other_defaults(function: str, known_defaults: Mapping[str, Any]) -> dict[st
     """
     if SOURCE is None or function != "initialize_model_parallel":
         return {}
+    from compat.megatron.sources import UNREADABLE
+
     others = {}
     for name, default in SOURCE.functions.get(function, {}).items():
         if default is UNREADABLE or name not in known_defaults:

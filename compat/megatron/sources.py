@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import ast
 import gc
-import hashlib
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from compat.megatron.installed import MODULES, text_of
+
 _GLOBAL = re.compile(r"^[ \t]+global ([\w, \t]+)", re.M)
-_VERSION = re.compile(r"^(MAJOR|MINOR)\s*=\s*(\d{1,9})", re.M)
-_MODULES = ("parallel_state", "hyper_comm_grid")
 _WRAPPERS = ("staticmethod", "classmethod", "property")
 # Their results are a file's own, and no other code asks for them.
 _ASIDE = ("TypeVar", "ParamSpec", "getLogger")
@@ -50,34 +48,10 @@ class Source:
     words: frozenset[str]  # of the text of parallel_state.py
 
 
-def imported_core() -> Path | None:
-    """The folder that ``import megatron.core`` would load; None without Megatron."""
-    folders = _package("megatron.core", _package("megatron"))
-    if not folders:
-        return None
-    return Path(folders[0])
-
-
-def checksum(core: Path) -> str:
-    """Of the modules of a folder ``megatron/core`` that hypergrid replaces."""
-    digest = hashlib.sha256()
-    for name in _MODULES:
-        file = core / f"{name}.py"
-        if file.is_file():
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def version_of(core: Path) -> str:
-    """Such as "0.19"; empty where nothing says it."""
-    numbers = dict(_VERSION.findall(_text(core / "package_info.py")))
-    return ".".join(numbers[part] for part in ("MAJOR", "MINOR") if part in numbers)
-
-
 def read(core: Path) -> Source:
     """Read the definitions of a folder ``megatron/core``; a file that is missing has none."""
     with _collector_paused():
-        definitions = {name: defined(core / f"{name}.py") for name in _MODULES}
+        definitions = {name: defined(core / f"{name}.py") for name in MODULES}
     state = definitions["parallel_state"]
     functions = {}
     names = {definition.name for definition in definitions["hyper_comm_grid"]}
@@ -92,7 +66,7 @@ def read(core: Path) -> Source:
         definitions=definitions,
         functions=functions,
         names=frozenset(names),
-        words=frozenset(re.findall(r"\w+", _text(core / "parallel_state.py"))),
+        words=frozenset(re.findall(r"\w+", text_of(core / "parallel_state.py"))),
     )
 
 
@@ -113,7 +87,7 @@ def defined(path: Path) -> list[Definition]:
 
     SyntaxError, which names it, for a file that is not Python.
     """
-    text = _text(path)
+    text = text_of(path)
     tree = ast.parse(text, str(path))
     declared = set(re.findall(r"\w+", " ".join(_GLOBAL.findall(text))))
     definitions = []
@@ -125,12 +99,6 @@ def defined(path: Path) -> list[Definition]:
     for name in sorted(declared - {definition.name for definition in definitions}):
         definitions.append(Definition(name, "value", name))
     return definitions
-
-
-def _text(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    return path.read_text(errors="replace")
 
 
 def _defined_by(parent: ast.AST, prefix: str = "") -> Iterator[Definition]:
@@ -197,19 +165,3 @@ def _constant(node: ast.expr | None) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     return UNREADABLE
-
-
-def _package(name: str, inside: list[str] | None = None) -> list[str]:
-    """Where the modules of a package are; empty if it cannot be found. Nothing is imported."""
-    if inside == []:
-        return []
-    loaded = getattr(sys.modules.get(name), "__path__", None)
-    if loaded is not None:
-        return [*loaded]
-    for finder in sys.meta_path:
-        if not hasattr(finder, "find_spec"):
-            continue
-        spec = finder.find_spec(name, inside)
-        if spec is not None:
-            return [*(spec.submodule_search_locations or ())]
-    return []

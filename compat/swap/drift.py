@@ -16,7 +16,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
-from compat.megatron import releases, sources
+from compat.megatron import installed, releases, sources
 from compat.megatron.sources import Definition
 from compat.swap import REPLACEMENTS
 
@@ -39,11 +39,11 @@ def refuse_drift(module: str) -> list[str]:
     A warning where a release was asked for. Returns the names that ours lacks and that no other
     code misses, such as ``_log``.
     """
-    core = sources.imported_core()
+    core = installed.imported_core()
     if core is None:
         return []
     is_followed = not os.environ.get(releases.ASKED)
-    if is_followed and sources.checksum(core) in releases.CHECKSUMS:
+    if is_followed and installed.checksum(core) in releases.CHECKSUMS:
         return []  # ours has all that these files have: the tests compare them
     source = releases.SOURCE or sources.read(core)
     name = module.rpartition(".")[2]

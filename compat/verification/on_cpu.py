@@ -31,9 +31,9 @@ def adapt() -> None:
     """Make torch answer megatron-core's CUDA calls with the CPU."""
     if torch.cuda.is_available():
         return
+    # Python before 3.12 lacks it; megatron.training of 0.19 and later imports it.
     if not hasattr(typing, "override"):
-        # Python before 3.12; megatron.training of 0.19 imports it, and is the same without.
-        typing.override = typing_extensions.override
+        setattr(typing, "override", typing_extensions.override)  # noqa: B010
     if "triton" not in sys.modules and find_spec("triton") is None:
         # 0.18 and later import it, to define kernels for GPUs.
         import_module("torch._inductor.compile_fx")  # torch knows that it has none

@@ -550,7 +550,7 @@ def _is_agreement(outcome: str) -> bool:
     return outcome.startswith("{")  # no error does
 
 
-@dataclass
+@dataclass(eq=False)
 class Phase:
     """One question to all ranks: which have arrived, whether all said the same, what came of it.
 

@@ -56,7 +56,7 @@ def _places(store: Store) -> dict[int, _Place]:
     return place_of
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch:
     """The wait of a rank for the others in one phase; ``look`` is called again and again.
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from compat.megatron import sources
+from compat.megatron import installed
 from compat.megatron.releases import CHECKSUMS, PUBLISHED
 from tests.support import warm
 from tests.support.stock import following, have_stock, source
@@ -67,7 +67,7 @@ def test_a_known_file_gives_the_module_that_reading_it_gives(release, tmp_path):
         (core / "__init__.py").touch()
         for file in FILES:
             (core / file).write_text(source(release, file) + line)
-        assert (sources.checksum(core) in CHECKSUMS) == (kind == "known")
+        assert (installed.checksum(core) in CHECKSUMS) == (kind == "known")
         offered[kind] = surface_of(tmp_path / kind, release)
     assert offered["known"].pop("read") is False
     assert offered["changed"].pop("read") is True
