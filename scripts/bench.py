@@ -262,10 +262,17 @@ def audited(bench: Bench) -> list[Row]:
 
 def imports(bench: Bench) -> list[Row]:
     seconds: dict[str, list[float]] = defaultdict(list)
-    for name in in_turn(("stock", "ours"), 5, bench.seconds(60)):
-        seconds[name].append(in_fresh_process(sides.import_side, name))
-    title = "Import of `compat.parallel_state`"
-    return [Row(title, seconds["ours"], seconds["stock"], at_most=0.05)]
+    most_collections = 0
+    for name in in_turn(("stock", "ours"), 15, bench.seconds(90)):
+        taken, collections = in_fresh_process(sides.import_side, name)
+        seconds[name].append(taken)
+        if name == "ours":
+            most_collections = max(most_collections, collections)
+    title = (
+        f"Import of `compat.parallel_state` beyond torch {metadata.version('torch')}, "
+        f"{most_collections} full garbage collections"
+    )
+    return [Row(title, seconds["ours"], seconds["stock"], at_most=0.04)]
 
 
 def diagnosis(bench: Bench) -> list[Row]:

@@ -198,15 +198,20 @@ def audited(calls: int, repeats: int, seconds: float) -> list[float]:
     return times
 
 
-def import_side(side: str) -> float:
-    """Import one side's parallel_state once torch is there; stock's the way its users do."""
+def import_side(side: str) -> tuple[float, int]:
+    """Import one side's parallel_state once torch is there; stock's the way its users do.
+
+    Gives the seconds, and the number of garbage collections over all that torch has loaded.
+    """
     import_module("torch")
     name = "megatron.core.parallel_state"
     if side == "ours":
         name = "compat.parallel_state"
+    collections_before = gc.get_stats()[2]["collections"]
     start = time.perf_counter()
     import_module(name)
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return seconds, gc.get_stats()[2]["collections"] - collections_before
 
 
 def recordings(directory: str, ranks: int, calls: int) -> None:
