@@ -60,6 +60,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 NO_ADDRESS = "published no address to connect to"  # in the error of a rank that waited for another
 _FOR_VERDICT = timedelta(seconds=30)  # that ranks wait for the rank that gives it
 _SILENCE = timedelta(seconds=4)  # without an answer, after which a rank that arrived has ended
+_FEWEST_BITS = 32  # of a digest, of which the ranks compare a sum
 _DEFAULTS = Policy()
 _NO_OBSTACLE = Abilities()
 _log = logging.getLogger(__name__)
@@ -580,11 +581,16 @@ class Phase:
         self.begin = time.monotonic()
         # One number of 62 bits holds the arrivals and, above them, the sum of the digests. For
         # 8 ranks: 6 bits count up to 8, as many again when the tally is closed, and late ones;
-        # 52 bits of each digest are added, whose sum has 56.
+        # 52 bits of each digest are added, whose sum has 56. For 4,096 ranks 34 bits are left.
         count_bits = len(self.ranks).bit_length()
         self._shift = count_bits + 2
         self._arrivals_mask = (1 << self._shift) - 1
-        self._modulus = 1 << (62 - self._shift - count_bits)
+        self._digest_bits = 62 - self._shift - count_bits
+        self._modulus = 1 << self._digest_bits
+        # For a million ranks only 18: the next 41 bits are added up under a key of their own.
+        self._further_modulus = 0
+        if self._digest_bits < _FEWEST_BITS:
+            self._further_modulus = 1 << (62 - count_bits)
 
     def arrive(self, digest: int = 0, replaced_digest: int | None = None) -> int:
         """Add this rank to the tally; gives how many have arrived, more than all if it is closed.
@@ -592,10 +598,16 @@ class Phase:
         ``replaced_digest`` is that of a process that arrived as this rank and is dead.
         """
         amount = self._share_of_sum(digest)
+        further_amount = self._further_bits(digest)
         if replaced_digest is None:
             amount += 1  # one more arrival
         else:
-            amount -= self._share_of_sum(replaced_digest)  # the dead process has been counted
+            # The dead process has been counted.
+            amount -= self._share_of_sum(replaced_digest)
+            further_amount -= self._further_bits(replaced_digest)
+        if self._further_modulus:
+            # Before the arrival: the last rank to arrive finds the bits of all.
+            self.store.add(keys.FURTHER_BITS, further_amount)
         self._tally = self.store.add(keys.ARRIVED, amount)
         arrivals = self._tally & self._arrivals_mask
         _log.debug("%s: %d of %d ranks have arrived", self.call, arrivals, len(self.ranks))
@@ -608,6 +620,12 @@ class Phase:
         """A digest, cut to the bits above those that count arrivals."""
         return digest % self._modulus << self._shift
 
+    def _further_bits(self, digest: int) -> int:
+        """The bits of a digest that are not in the tally, where that holds too few."""
+        if not self._further_modulus:
+            return 0
+        return (digest >> self._digest_bits) % self._further_modulus
+
     @property
     def _patience(self) -> timedelta:
         """The time in which all ranks look that are there: in a large world each looks rarely."""
@@ -616,7 +634,12 @@ class Phase:
     def all_equal(self, digest: int) -> bool:
         """Whether all ranks have arrived with this digest, as of this rank's arrival."""
         sum_of_digests = self._tally >> self._shift
-        return sum_of_digests == digest % self._modulus * len(self.ranks)
+        if sum_of_digests != digest % self._modulus * len(self.ranks):
+            return False
+        if not self._further_modulus:
+            return True
+        sum_of_further_bits = self.store.add(keys.FURTHER_BITS, 0)
+        return sum_of_further_bits == self._further_bits(digest) * len(self.ranks)
 
     def publish(self, outcome: str, early: bool = False) -> None:
         """Close the phase with this outcome, unless a rank has closed it before.

@@ -28,6 +28,7 @@ rank that should set an outcome or a verdict has ended, the others do, and the f
 
 # Numbers, to which each rank adds.
 ARRIVED = "arrived"  # one for each rank that arrives, and above these bits the sum of their digests
+FURTHER_BITS = "bits"  # in a large world, the sum of the bits for which ARRIVED has no room
 CLOSED = "closed"  # the rank that adds the first one sets the outcome
 REPORTED = "reported"  # ranks that have reported or answered; the last one gives the verdict
 READ = "read"  # the ranks that know of a failure; who serves the store stays until all do
@@ -45,6 +46,7 @@ CLAIMS = "claims"  # ranks that would give the next warning: the lowest one does
 
 OF_A_PHASE = (
     ARRIVED,
+    FURTHER_BITS,
     CLOSED,
     REPORTED,
     READ,

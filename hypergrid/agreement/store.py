@@ -100,7 +100,7 @@ def look_until(look: Callable[[], T | None], timeout: timedelta, ranks: int = 1)
     DistStoreError after ``timeout``; AbortedError.
 
     The longer a rank has waited the less often it looks, and the less often the more ``ranks`` wait
-    at one store. Of 64 ranks that have waited for 0.4 s each looks after a further 0.1 s. A wait
+    at one store. Of 64 ranks that have waited for 1.6 s each looks after a further 0.1 s. A wait
     inside the store would be a single call, but torch logs two lines for each that is in vain,
     and until its end neither an abort nor another thread gets at the store.
     """
@@ -114,7 +114,7 @@ def look_until(look: Callable[[], T | None], timeout: timedelta, ranks: int = 1)
         left = timeout.total_seconds() - waited
         if left <= 0:
             raise dist.DistStoreError(f"nothing came within {timeout}.")
-        pause = max(_FIRST_PAUSE, ranks / _LOOKS_A_SECOND, waited / 4)
+        pause = max(_FIRST_PAUSE, ranks / _LOOKS_A_SECOND, waited / 16)
         _sleep(min(pause, interval(ranks), left))
 
 
