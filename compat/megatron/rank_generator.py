@@ -75,9 +75,9 @@ class RankGenerator:
         if RELEASE_HAS["gtp_remat"]:
             self.name_to_size["gtp_remat"] = gtp_remat
         self.world_size = prod(self.name_to_size.values())
-        self.layout = lay_out(order, self.name_to_size, max(rank_offset, 0))
+        layout = lay_out(order, self.name_to_size, max(rank_offset, 0))
         tokens = order.lower().split("-")
-        tokens += [name for name in self.layout.dims if name not in tokens]
+        tokens += [name for name in layout.dims if name not in tokens]
         self.order = "-".join(tokens)
         self.ordered_size = [self.name_to_size[name] for name in tokens]
 
@@ -93,14 +93,13 @@ class RankGenerator:
 
     def get_ranks(self, token: str) -> list[list[int]]:
         """All groups over the dims of ``token``, such as ``"tp-dp"``, as lists of ranks."""
+        # Each value as it is now: subclasses and outside code change them.
         generate = now(generate_masked_orthogonal_rank_groups)
-        # Outside code's own function has no offset.
-        if generate is not generate_masked_orthogonal_rank_groups:
-            mask = self.get_mask(self.order, token)
-            lists = generate(self.world_size, self.ordered_size, mask)
-            return [[rank + self.rank_offset for rank in ranks] for ranks in lists]
-        groups: list[list[int]] = self.layout.groups(token.split("-")).tolist()
-        return groups
+        mask = self.get_mask(self.order, token)
+        groups = generate(self.world_size, self.ordered_size, mask)
+        if self.rank_offset <= 0:
+            return groups
+        return [[rank + self.rank_offset for rank in ranks] for ranks in groups]
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
         """The groups over gtp_remat; its size must be the one given."""

@@ -69,6 +69,7 @@ MEMBERS_ONLY = "__hypergrid_members_only__"  # as compat.members_only() sets it
 
 _namespace: Mapping[str, Any] = {}  # the globals of parallel_state
 _originals: dict[str, Callable[..., Any]] = {}
+_generator_parts: dict[str, Any] = {}  # of the module's own RankGenerator: methods and attributes
 
 
 def _dist() -> Any:
@@ -626,6 +627,7 @@ def watch(namespace: Mapping[str, Any]) -> None:
     global _namespace
     _namespace = namespace
     _originals.update({name: namespace[name] for name in HELPERS if name in namespace})
+    _generator_parts.update(vars(namespace["RankGenerator"]))
 
 
 def replaced_functions() -> dict[str, Callable[..., Any]]:
@@ -636,6 +638,9 @@ def replaced_functions() -> dict[str, Callable[..., Any]]:
     for name, original in _originals.items():
         if _namespace[name] is not original:
             replaced[name] = _namespace[name]
+    own_generator = _originals["RankGenerator"]
+    if dict(vars(own_generator)) != _generator_parts:  # a method was replaced in the class
+        replaced.setdefault("RankGenerator", own_generator)
     new_group = _dist().new_group
     if creation.is_replaced(new_group) and not hasattr(new_group, MEMBERS_ONLY):
         replaced[NEW_GROUP] = new_group
