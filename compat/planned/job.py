@@ -97,9 +97,27 @@ def of_settings(settings: Mapping[str, Any]) -> Job:
     nvlink_domain = settings.get("nvlink_domain")
     ranks_per_host, of_hosts = checked_hosts(world_size, settings.get("per_host"), nvlink_domain)
     assumed += of_hosts
+    virtual_stages = _virtual_stages(settings)
+    if virtual_stages is not None:
+        arguments["virtual_pipeline_model_parallel_size"] = virtual_stages
     if arguments.get("virtual_pipeline_model_parallel_size") == 1:
         del arguments["virtual_pipeline_model_parallel_size"]  # 1 is none
     return Job(arguments, settings, world_size, ranks_per_host, nvlink_domain, tuple(assumed))
+
+
+def _virtual_stages(settings: Mapping[str, Any]) -> int | None:
+    """The virtual stages of a pipeline rank, where the layers of each are given.
+
+    None where they are not, or where the layers do not divide: `check` says that.
+    """
+    layers_each = settings.get("layers_per_stage", 0)
+    layers = settings.get("num-layers", 0)
+    # The embedding and the loss may count as a layer each.
+    layers += settings.get("with_embedding", 0) + settings.get("with_loss", 0)
+    pipeline_size = settings.get("pipeline_model_parallel_size", 1)
+    if min(layers, layers_each, pipeline_size) < 1 or layers % (pipeline_size * layers_each):
+        return None
+    return int(layers // (pipeline_size * layers_each))
 
 
 def checked_hosts(

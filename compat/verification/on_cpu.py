@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import sys
+import typing
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import typing_extensions
 
 from compat.verification.collectives import expect_backward, watch_collectives
 from hypergrid import of_torch
@@ -29,6 +31,9 @@ def adapt() -> None:
     """Make torch answer megatron-core's CUDA calls with the CPU."""
     if torch.cuda.is_available():
         return
+    if not hasattr(typing, "override"):
+        # Python before 3.12; megatron.training of 0.19 imports it, and is the same without.
+        typing.override = typing_extensions.override
     if "triton" not in sys.modules and find_spec("triton") is None:
         # 0.18 and later import it, to define kernels for GPUs.
         import_module("torch._inductor.compile_fx")  # torch knows that it has none

@@ -49,8 +49,10 @@ class Script:
 
         def forward(number: int, model: Any) -> Any:
             micro_batch = batch[number]
-            # As Megatron's data loader gives it.
-            sample = {"tokens": micro_batch["input_ids"], **micro_batch}
+            # As Megatron's data loader gives it: without a key where there is no mask, since
+            # the batch's functions move whatever a key has to the GPU.
+            given = {key: value for key, value in micro_batch.items() if value is not None}
+            sample = {"tokens": given["input_ids"], **given}
             return self.module.forward_step(iter([sample]), model)
 
         return forward

@@ -329,8 +329,8 @@ def _options(args: Any, sizes: dict[str, Any], changed: list[str]) -> dict[str, 
         elif value:
             left_out.append(f"{field.name}={value}")
     if getattr(args, "multi_latent_attention", False):
-        options |= {"multi_latent_attention": True, **LATENT, "rope_type": args.rope_type}
-        if args.q_lora_rank is None:
+        options |= {"multi_latent_attention": True, **LATENT, "rope_type": args.config.rope_type}
+        if args.config.q_lora_rank is None:
             options["q_lora_rank"] = None
     for name, field_name in FIELD_OF.items():
         if getattr(args, name, None) is True:

@@ -342,8 +342,8 @@ class HyperCommGrid:
         if key in self._pgs:
             raise KeyError(
                 Sentence(
-                    f"Process group {name_of(key)!r} has already been created, perhaps with other "
-                    f"options. Call get_pg({_call(key)}) for the group of this rank."
+                    f"Process group {_in_words(key)} has already been created, perhaps with "
+                    f"other options. Call get_pg({_call(key)}) for the group of this rank."
                 )
             )
 
@@ -351,7 +351,7 @@ class HyperCommGrid:
         if key not in self._pgs:
             raise KeyError(
                 Sentence(
-                    f"Process group for {name_of(key)!r} hasn't been created: call "
+                    f"Process group for {_in_words(key)} hasn't been created: call "
                     f"create_pg({_call(key)}) on every rank of the grid first. Created so far: "
                     f"{sorted(self.groups) or 'none'}."
                 )
@@ -497,6 +497,14 @@ def name_of(key: Key) -> str:
         return key
     view, dims = key
     return f"{view}/{'-'.join(dims)}"
+
+
+def _in_words(key: Key) -> str:
+    """Of the groups with this key, in stock's words: ``'dp-cp'``, or ``'ep' for view 'moe'``."""
+    if isinstance(key, str):
+        return repr(key)
+    view, dims = key
+    return f"{'-'.join(dims)!r} for view {view!r}"
 
 
 def _call(key: Key) -> str:
