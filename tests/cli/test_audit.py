@@ -42,22 +42,19 @@ def recordings(tmp_path):
     return directory
 
 
-def test_the_table_has_reads_and_sites_by_file(recordings):
-    words = " ".join(run(f"audit {recordings}", COLUMNS="200").split())
+def test_the_table_has_reads_and_sites_by_file_and_needs_no_torch(recordings):
+    status, out, _ = in_a_process(
+        f"audit {recordings}", "sys.modules['torch'] = None; ", COLUMNS="200"
+    )
+    words = " ".join(out.split())
+    assert status == 0
     assert "attention.py 8 1 get_tensor_model_parallel_group 8" in words
     assert "14 reads by 2 sites, on 2 ranks, megatron-core 0.16." in words
-
-
-def test_as_json_a_site_has_its_states_and_groups(recordings):
-    printed = " ".join(run(f"audit {recordings} --json").split())
-    for part in (
-        '"count": 8',
-        '"ranks": 2',
-        '"states": { "actor": 8 }',
-        '"groups": { "TENSOR_MODEL_PARALLEL_GROUP": 8 }',
-        '"reads": 14',
-    ):
-        assert part in printed
+    sites = json.loads(run(f"audit {recordings} --json"))["sites"]
+    assert [(site["count"], site["states"]) for site in sites] == [
+        (6, {"actor": 6}),
+        (8, {"actor": 8}),
+    ]
 
 
 def test_a_wrong_state_comes_first_and_the_status_is_1(recordings):
@@ -77,9 +74,6 @@ def test_what_cannot_be_read_is_named_beside_the_report_on_the_others(recordings
     printed = run(f"audit {recordings}")
     assert printed.startswith(whole.rstrip())
     assert f"Not read: {file.name}" in printed and "`schema`" in printed
-    del recording["release"]
-    file.write_text(json.dumps(recording))
-    assert "`release`" in run(f"audit {recordings}")
     file.write_text('{"schema": 1, "ra')  # its disk was full
     assert f"Not read: {file.name}" in run(f"audit {recordings}")
     (unread,) = json.loads(run(f"audit {recordings} --json"))["unread"]
@@ -90,8 +84,3 @@ def test_a_directory_without_recordings_is_refused(recordings):
     (recordings / "empty").mkdir()
     assert "has no recording of a rank" in run(f"audit {recordings / 'empty'}", 2)
     assert "No such file" in run(f"audit {recordings / 'nowhere'}", 2)
-
-
-def test_no_torch_is_needed(recordings):
-    status, out, _ = in_a_process(f"audit {recordings}", "sys.modules['torch'] = None; ")
-    assert status == 0 and "14 reads" in out

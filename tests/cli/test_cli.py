@@ -174,22 +174,7 @@ def test_a_picture_shows_each_kind_of_group_of_a_job(flags, panels, tmp_path):
     assert ", ".join(titles) == panels
 
 
-OF_EXPERTS = "--world-size 16 --tp 2 --ep 4 --by ep"
 DOMAINS = "--world-size 16 --gpus-per-node 4 --tp 8 --nvlink-domain 8"
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        (LEVELS, '"offered":["decoder","decoder_cp_levels"]'),
-        (OF_EXPERTS, '"offered":["expert","decoder"]'),
-        (OF_EXPERTS, '"by":"ep"'),
-        (DOMAINS, '"within":"NVLink domain 1"'),
-    ],
-)
-def test_a_page_opens_with_what_was_asked_for(flags, part, tmp_path):
-    run(f"show {flags} --html {tmp_path / 'page.html'}")
-    assert part in (tmp_path / "page.html").read_text()
 
 
 def test_a_saved_plan_keeps_its_hosts_and_domains(saved):
@@ -250,19 +235,6 @@ def test_verify_ends_with_status_2_whatever_happens(error, tmp_path):
     assert refusal.strip() == f"hypergrid: {str(error) or type(error).__name__}"
 
 
-def test_verify_without_torch_says_what_doctor_says(tmp_path):
-    without = "sys.modules['torch'] = None; "
-    _, examined, _ = in_a_process("doctor", without)
-    (line,) = [line for line in examined.splitlines() if line.startswith("torch ")]
-    command = f"verify --checkout {tmp_path} --from-args '{LINE}'"
-    status, _, refusal = in_a_process(command, without)
-    assert (status, refusal.count("\n")) == (2, 1)
-    _, _, fact = line.partition("importing it fails: ")
-    assert fact and fact in refusal
-    assert "-> Install a torch that works here." in examined
-    assert refusal.endswith("Install a torch that works here.\n")
-
-
 START = "from hypergrid.__main__ import main; main()"
 
 
@@ -308,12 +280,9 @@ def test_planning_imports_no_torch_and_fits_80_columns_without_colour(command):
 @pytest.mark.parametrize(
     ("command", "status"),
     [
-        ("plan --world-size 64", 0),
         ("plan --world-size 64 --json", 0),
-        ("show --world-size 64", 0),
         ("show --world-size 64 --html -", 0),
         ("check --world-size 64 --gpus-per-node 4 --tp 8", 1),
-        ("check --world-size 64 --gpus-per-node 4 --tp 8 --json", 1),
         ("diff '--world-size 8' '--world-size 16'", 1),
     ],
 )
@@ -328,25 +297,11 @@ def test_a_reader_that_closes_the_pipe_early_changes_no_status_and_causes_no_mes
     assert (done.returncode, done.stderr) == (status, b"")
 
 
-def test_a_page_on_standard_output_is_the_page_alone(tmp_path):
-    picture, page = tmp_path / "plan.svg", tmp_path / "plan.html"
-    sizes = "--world-size 16 --tp 4"
-    run(f"show {sizes} --html {page}")
-    status, printed, err = in_a_process(f"show {sizes} --html - --svg {picture}")
-    assert (status, printed, err) == (0, page.read_text(), f"wrote {picture}\n")
-    assert picture.exists() and not (ROOT / "-").exists()
-
-
 def test_colours_tell_groups_apart():
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     _, out, _ = in_a_process(f"show {HOSTS} --tp 4", **terminal)
     (line, *_) = [line for line in out.splitlines() if "host0" in line]
     assert len(set(re.findall(r"48;2;[\d;]+", line))) == 2
-
-
-def test_a_release_of_the_environment_that_is_none_is_one_sentence():
-    status, _, err = in_a_process("plan", HYPERGRID_MEGATRON_RELEASE="main")
-    assert (status, err.count("\n")) == (2, 1) and "is not a release: write it as in" in err
 
 
 @pytest.mark.parametrize(

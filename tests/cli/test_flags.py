@@ -1,8 +1,5 @@
 """The flags of programs, and those of the commands."""
 
-import subprocess
-import sys
-
 from torch.distributed.run import get_args_parser
 
 from compat.launch import CHOICES, SWITCHES
@@ -33,10 +30,3 @@ def test_the_list_of_torchruns_flags_is_that_of_its_parser():
 def test_the_list_of_our_launchers_flags_is_that_of_its_parser():
     flags = {name for name in flags_of("ours") if not name.startswith("$")}
     assert flags == {"order", "m", "audit", "timeout", *CHOICES, *SWITCHES}
-
-
-def test_flags_of_python_are_known_to_python():
-    for name, row in flags_of("python").items():
-        if row.values == "0" and len(name) == 1 and row.kind != "starts" and name != "x":
-            command = [sys.executable, f"-{name}", "-c", ""]
-            assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0, name

@@ -25,11 +25,6 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wheel(built):
-    return built[1]
-
-
-@pytest.fixture(scope="module")
 def project_files():
     """Paths of what git has of this project, or would add."""
     if not (ROOT / ".git").exists():
@@ -40,8 +35,9 @@ def project_files():
 
 
 def test_the_wheel_has_every_file_of_the_packages_and_the_licence_and_no_other(
-    wheel, project_files
+    built, project_files
 ):
+    wheel = built[1]
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == {path for path in project_files if path.startswith(("hypergrid/", "compat/"))}
     assert "dist-info/licenses/LICENSE" in " ".join(zipfile.ZipFile(wheel).namelist())
@@ -60,8 +56,8 @@ LICENCES = re.findall(
 )[1:]
 
 
-def test_the_page_of_licences_has_every_dependency_of_a_user(wheel):
-    archive = zipfile.ZipFile(wheel)
+def test_the_page_of_licences_has_every_dependency_of_a_user(built):
+    archive = zipfile.ZipFile(built[1])
     (written,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
     extras_of = {}
     for line in message_from_bytes(archive.read(written)).get_all("Requires-Dist"):
@@ -82,10 +78,6 @@ def test_a_licence_is_what_the_installed_package_says(name, extras, licence):
     package = next(iter(metadata.distributions(name=name, path=path)), None)
     if package is None:
         pytest.skip(f"{name} is not installed")
-    pins = (ROOT / "scripts" / "constraints.txt").read_text()
-    version = package.version.partition("+")[0]
-    if f"\n{name}==" in pins and f"\n{name}=={version}\n" not in pins:
-        pytest.skip(f"the page says it of another version than {version}")
     fields = package.metadata
     stated = [fields.get("License-Expression"), fields.get("License")]
     stated += [text.split(" :: ")[-1] for text in fields.get_all("Classifier", [])]
@@ -102,9 +94,9 @@ def test_no_page_or_message_installs_from_an_index(project_files):
 
 
 @pytest.fixture
-def run_in_wheel(wheel, tmp_path):
+def run_in_wheel(built, tmp_path):
     """Run code over the unpacked wheel alone; gives what it printed."""
-    zipfile.ZipFile(wheel).extractall(tmp_path)
+    zipfile.ZipFile(built[1]).extractall(tmp_path)
 
     def run(code):
         # -I: neither this checkout nor the environment is on the path.
@@ -125,23 +117,14 @@ def test_installed_alone_it_imports_and_asks_for_no_megatron(run_in_wheel):
     assert printed == "hypergrid.groups.grid"
 
 
-def test_planning_needs_no_torch(run_in_wheel):
-    printed = run_in_wheel(
-        "sys.modules['torch'] = None;"
-        "from hypergrid import GroupPlan, GroupRow, RankLayout;"
-        "layout = RankLayout(('tp', 'dp'), (8, 12500));"
-        "plan = GroupPlan({'decoder': layout}, (GroupRow('DP', 'decoder', ('dp',)),));"
-        "print(len(plan.mine(plan.rows[0], 77)['DP']))"
-    )
-    assert printed == "12500"
-
-
-def test_the_wheel_draws_a_page_without_torch_or_any_extra(run_in_wheel):
+def test_planning_and_its_page_need_no_torch_and_no_extra(run_in_wheel):
     printed = run_in_wheel(
         "sys.modules.update(dict.fromkeys(('torch', 'click', 'rich', 'matplotlib')));"
-        "from hypergrid import GroupPlan, RankLayout, Topology;"
+        "from hypergrid import GroupPlan, GroupRow, RankLayout, Topology;"
         "from hypergrid.show.page import page;"
-        "layout = RankLayout(('tp', 'dp'), (8, 2));"
-        "print(len(page(GroupPlan({'decoder': layout}), Topology(layout, 8))))"
+        "layout = RankLayout(('tp', 'dp'), (8, 12));"
+        "plan = GroupPlan({'decoder': layout}, (GroupRow('DP', 'decoder', ('dp',)),));"
+        "print(len(plan.mine(plan.rows[0], 77)['DP']), len(page(plan, Topology(layout, 8))))"
     )
-    assert int(printed) > 20_000
+    members, length = map(int, printed.split())
+    assert members == 12 and length > 20_000

@@ -25,7 +25,7 @@ Hangs and failures
     chaos           one random fault at a random Python call, and the laws for what follows
     restarting      a program that NVRx begins again after a failure
     hostile         garbled and absurd files for the command line
-    cluster_scripts what bash starts: scripts of clusters, with printing programs as launchers
+    cluster_scripts scripts of clusters and what they launch; what bash makes of one command
 Programs and pages
     audited, consumers, holding, te_program         programs over megatron-core or its neighbours
     pages, commands, run_pages                      the blocks of README and docs, run

@@ -10,7 +10,7 @@ A comment before a block says what the block alone cannot:
     <!-- output: OF WHAT -->    the block is not code: what it shows, and why it is not run
 
 Each `run` starts afresh; until the next one the blocks share their names, in the order of the
-page. `file=NAME` beside a world tells under which name the page has its reader save the block.
+page.
 """
 
 from __future__ import annotations
@@ -42,11 +42,6 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}-{self.language or 'unlabelled'}"
-
-    @property
-    def file(self) -> str | None:
-        named = re.search(r"file=(\S+)", self.comments.get("run", ""))
-        return named and named[1]
 
 
 def blocks(page: Path) -> list[Block]:

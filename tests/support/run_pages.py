@@ -1,8 +1,4 @@
-"""Run the Python blocks of pages, each chain in its own processes; print their errors as JSON.
-
-    python -m tests.support.run_pages < CHAINS
-
-CHAINS: `[{"world": "ranks=8", "steps": [[where, given, code]]}]`.
+"""Runs the Python blocks of a page, on forked ranks of the world that the page asks for.
 
 A line that ends in a comment with a value, as `layout.stride("dp")  # 4`, must give that value, on
 every rank.
@@ -13,129 +9,77 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-import json
 import os
-import signal
-import sys
-import tempfile
 import tokenize
-import traceback
 from typing import Any
 
-import torch  # noqa: F401 - once, not in each process
 import torch.distributed as dist
 
-import compat.colossalai
-import compat.parallel_state  # noqa: F401
-from tests.support import forked, warm
-
-Steps = list[tuple[str, str, str]]
+from tests.support import forked
+from tests.support.pages import Block
 
 
-def run(steps: Steps) -> list[str]:
-    """Run the blocks in one namespace; for each its error, or an empty text."""
+def run(chain: list[Block]) -> None:
+    """Run blocks that share a world and their names; a failure names the rank and the block."""
+    world = chain[0].comments.get("run", "alone").split()[0]
+    kind, _, size = world.partition("=")
+    if kind in ("ranks", "torchrun"):
+        _import(chain)
+        backend = "gloo" if kind == "ranks" else ""
+        forked.run_ranks(int(size), _on_rank, kind, chain, backend=backend, timeout=60)
+    else:
+        forked.run_ranks(1, _alone, kind, size, chain, backend="", timeout=60)
+
+
+def _import(chain: list[Block]) -> None:
+    """Import what the blocks import, once instead of on each rank."""
+    for block in chain:
+        for node in ast.parse(block.text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                with contextlib.suppress(ImportError):  # the block itself raises it
+                    exec(compile(ast.Module([node], []), "imports", "exec"), {})
+
+
+def _on_rank(_: int, kind: str, chain: list[Block]) -> None:
+    if kind == "torchrun":
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there, as under torchrun
+    _run_blocks(chain)
+
+
+def _alone(_: int, kind: str, size: str, chain: list[Block]) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    if kind == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=int(size), store=FakeStore())
+    else:
+        assert kind == "alone", f"invalid world: {kind!r}; allowed: alone, fake, ranks, torchrun"
+    _run_blocks(chain)
+
+
+def _run_blocks(chain: list[Block]) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    errors: list[str] = []
-    for where, preamble, code in steps:
-        if any(errors):
-            errors.append("not reached: an earlier block of this page failed")
-            continue
-        try:
-            exec(compile(preamble, f"what is given to {where}", "exec"), namespace)
-            _run_block(where, code, namespace)
-            errors.append("")
-        except BaseException:
-            errors.append(traceback.format_exc())
-    return errors
+    for block in chain:
+        given = block.comments.get("given", "")
+        exec(compile(given, f"what is given to {block}", "exec"), namespace)
+        _run_block(block, namespace)
 
 
-def _run_block(where: str, code: str, space: dict[str, Any]) -> None:
+def _run_block(block: Block, namespace: dict[str, Any]) -> None:
     comment_of_line = {}
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+    for token in tokenize.generate_tokens(io.StringIO(block.text).readline):
         if token.type == tokenize.COMMENT:
             comment_of_line[token.start[0]] = token.string.lstrip("# ")
-    for node in ast.parse(code).body:
+    for node in ast.parse(block.text).body:
         if not isinstance(node, ast.Expr):
-            exec(compile(ast.Module([node], []), where, "exec"), space)
+            exec(compile(ast.Module([node], []), str(block), "exec"), namespace)
             continue
-        value = eval(compile(ast.Expression(node.value), where, "eval"), space)
+        value = eval(compile(ast.Expression(node.value), str(block), "eval"), namespace)
         comment = comment_of_line.get(node.end_lineno or 0, "")
         try:
             promised = ast.literal_eval(comment)
         except (SyntaxError, ValueError):
-            if comment[:1] in tuple("[({'\""):
-                raise ValueError(f"{comment} looks like a value and cannot be read") from None
+            assert not comment.startswith(("[", "(", "{", "'", '"')), f"{comment} is no value"
             continue
-        if value != promised:
-            raise AssertionError(f"{ast.unparse(node)} gives {value!r}, the page says {promised!r}")
-
-
-def _alone(world: str, steps: Steps) -> list[str]:
-    if world != "alone":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        size = int(world.removeprefix("fake="))
-        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    with tempfile.TemporaryDirectory() as home:
-        os.chdir(home)
-        return run(steps)
-
-
-def _on_rank(_: int, steps: Steps) -> list[str]:
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there, as under torchrun
-    return run(steps)
-
-
-def _on_ranks(world: str, steps: Steps) -> list[str]:
-    """The first error of each block, with its rank."""
-    for _, preamble, code in steps:  # import it once here, not on every rank
-        for node in (*ast.parse(preamble).body, *ast.parse(code).body):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                with contextlib.suppress(ImportError):  # the block itself raises it
-                    exec(compile(ast.Module([node], []), "imports", "exec"), {})
-    kind, _, size = world.partition("=")
-    backend = "gloo" if kind == "ranks" else ""
-    first_errors = [""] * len(steps)
-    for rank, errors in enumerate(forked.run_ranks(int(size), _on_rank, steps, backend=backend)):
-        for place, error in enumerate(errors):
-            if error and not first_errors[place]:
-                first_errors[place] = f"rank {rank}: {error}"
-    return first_errors
-
-
-WORLDS = {"alone": _alone, "fake": _alone, "ranks": _on_ranks, "torchrun": _on_ranks}
-
-
-def chain(world: str, steps: Steps) -> list[str]:
-    """Run a chain, in a process of its own, in the world that its page asks for."""
-    kind = world.partition("=")[0]
-    if kind not in WORLDS:
-        return [f"invalid world: {world!r}; allowed: {', '.join(WORLDS)}"] * len(steps)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        try:
-            errors = WORLDS[kind](world, steps)
-        except forked.RankFailure as failure:
-            errors = [str(failure)] * len(steps)
-        os.write(writing, json.dumps(errors).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    return json.loads(text) if text else ["the process ended without a result"] * len(steps)
-
-
-def main() -> None:
-    """Print the errors on the standard output; the output of the blocks goes to standard error."""
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warm.preload()
-    errors = [chain(**page_chain) for page_chain in json.load(sys.stdin)]
-    json.dump(errors, answer)
-
-
-if __name__ == "__main__":
-    main()
+        assert value == promised, f"{ast.unparse(node)} gives {value!r}, not {promised!r}"

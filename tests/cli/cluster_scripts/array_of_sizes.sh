@@ -6,7 +6,7 @@
 #SBATCH --ntasks-per-node=1
 # environment: SLURM_ARRAY_TASK_ID=2
 # sbatch: SLURM_NNODES=2 SLURM_JOB_NUM_NODES=2 SLURM_NTASKS_PER_NODE=1
-# launches: 1
+# launches: srun torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --save ckpt/tp4_pp2
 TPS=(1 2 4 8)
 PPS=(8 4 2 1)
 TP=${TPS[$SLURM_ARRAY_TASK_ID]}

@@ -1,6 +1,7 @@
 #!/bin/bash
 # The status of the launch decides what follows: it is 0 here.
-# launches: 2
+# launches: torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8
+# launches: torchrun --nproc-per-node 8 evaluate.py --tensor-model-parallel-size 4
 torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8
 status=$?
 if ((status != 0)); then

@@ -1,7 +1,6 @@
 #!/bin/bash
 # conda's function puts the environment's folder first on PATH.
-# path: own
-# launches: 1
+# launches: torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8
 conda() { [ "$1" = activate ] && PATH="$PWD/venv/bin:$PATH"; }
 conda activate megatron
 hash -r

@@ -1,6 +1,6 @@
 #!/bin/bash
 # A conda that is a function, as its hook defines it; its prefix names the run.
-# launches: 1
+# launches: torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8 --title 'mcore 0.19'
 conda() {
     case $1 in
         shell.bash) printf 'export CONDA_EXE=/opt/conda/bin/conda\n' ;;

@@ -1,6 +1,6 @@
 #!/bin/bash
 # With set -e the failed activate ends the script: nothing is started.
-# launches: 0
+# launches: nothing
 # status: 127
 set -e
 eval "$(conda shell.bash hook)"

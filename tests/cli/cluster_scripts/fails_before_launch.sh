@@ -1,6 +1,6 @@
 #!/bin/bash
 # The data is not on this machine, so the script ends before it starts the job.
-# launches: 0
+# launches: nothing
 # status: 66
 set -euo pipefail
 DATA=/lustre/of_no_machine/text_document

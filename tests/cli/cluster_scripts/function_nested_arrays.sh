@@ -1,6 +1,6 @@
 #!/bin/bash
 # Arrays that functions add to, by name.
-# launches: 1
+# launches: torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --num-experts 8 --data-path 0.3 /data/a 0.7 '/data/b c' --tensor-model-parallel-size 2 --context-parallel-size 4
 ARGS=()
 add() { ARGS+=("--$1" "${@:2}"); }
 add_if() { [[ -n "$2" ]] && add "$1" "$2"; }

@@ -1,7 +1,7 @@
 #!/bin/bash
 # An option that it does not know: its usage and status 2, no launch.
 # arguments: -x 2
-# launches: 0
+# launches: nothing
 # status: 2
 while getopts "t:" opt; do
     case $opt in

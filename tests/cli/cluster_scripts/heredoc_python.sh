@@ -1,6 +1,6 @@
 #!/bin/bash
 # Python computes the sizes from a here-document: the real Python runs.
-# launches: 1
+# launches: srun -N 8 --ntasks-per-node 8 python3 pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4
 read -r TP PP <<< "$(python3 - 64 <<'EOF'
 import sys
 world_size = int(sys.argv[1])

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # 16 hosts, a task for each GPU: one launch, of srun with a quoted command.
 # sbatch: SLURM_NNODES=16 SLURM_JOB_NUM_NODES=16 SLURM_NTASKS_PER_NODE=8 SLURM_GPUS_PER_NODE=8
-# launches: 1
+# launches: srun -l --container-image nvcr.io/nvidia/pytorch:25.08-py3 --container-mounts /lustre:/lustre --output=logs/%x_%j.log python -u pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 2 --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention --num-query-groups 8 --swiglu --seq-length 8192 --micro-batch-size 1 --global-batch-size 128 --bf16 --use-distributed-optimizer --lr 1.5e-4 --save /checkpoints/llama3-70b-2026-11-28
 #SBATCH -N 16
 #SBATCH --ntasks-per-node 8
 #SBATCH --gpus-per-node=8

@@ -3,7 +3,7 @@
 # arguments: --exit-interval 10
 # environment: PARTITION=large
 # sbatch: SLURM_NNODES=2048 SLURM_JOB_NUM_NODES=2048
-# launches: 1
+# launches: srun --ntasks-per-node=1 --kill-on-bad-exit torchrun --nproc-per-node 8 --nnodes 2048 --node-rank 0 --master-addr host0 --master-port 29500 -m compat.launch --order tp-cp-ep-dp-pp pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2 --sequence-parallel --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --group-query-attention --num-query-groups 8 --swiglu --seq-length 8192 --micro-batch-size 1 --global-batch-size 2048 --bf16 --exit-interval 10
 #SBATCH --nodes 2048
 #SBATCH --exclusive
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # As Megatron-LM's own examples: arrays for each part, positional paths, a container's torchrun.
 # arguments: /ckpt /tb 'vocab with blank.json' merges.txt /data/text_document
-# launches: 1
+# launches: torchrun --nproc_per_node 8 --nnodes 2 --node_rank 0 --master_addr localhost --master_port 6000 pretrain_gpt.py --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 192 --lr 6.0e-5 --weight-decay 0.1 --bf16 --data-path /data/text_document --vocab-file 'vocab with blank.json' --merge-file merges.txt --split 949,50,1 --save /ckpt --load /ckpt --tensorboard-dir /tb
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 GPUS_PER_NODE=8
 NUM_NODES=2

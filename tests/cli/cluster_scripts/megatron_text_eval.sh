@@ -1,6 +1,6 @@
 #!/bin/bash
 # The command is built as text, printed and evaluated: quotes count at the second reading.
-# launches: 1
+# launches: torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --data-path '/data/the pile' --title 'run of a b'
 OPTIONS=" \
   --tensor-model-parallel-size 2 \
   --data-path '/data/the pile' \

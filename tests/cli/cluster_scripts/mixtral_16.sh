@@ -3,7 +3,7 @@
 # arguments: /data/text
 # environment: SLURM_JOB_ID=7 SLURM_GPUS_ON_NODE=8 SLURM_JOB_NODELIST=dgx[1-2] 'BASH_FUNC_module%%=() { :; }' 'BASH_FUNC_scontrol%%=() { echo dgx1; }'
 # sbatch: SLURM_NNODES=2 SLURM_JOB_NUM_NODES=2 SLURM_NTASKS_PER_NODE=1
-# launches: 1
+# launches: srun torchrun --nproc_per_node 8 --nnodes 2 --rdzv_backend c10d --rdzv_endpoint dgx1:6000 --rdzv_id 7 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu --seq-length 4096 --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4 --expert-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --data-path /data/text --bf16 --micro-batch-size 1 --global-batch-size 256
 # status: 1
 #SBATCH --job-name=mixtral-8x7b
 #SBATCH --nodes=2 --ntasks-per-node=1

@@ -1,7 +1,7 @@
 #!/bin/bash
 # A dry run: it prints what it would start.
 # arguments: --dry-run
-# launches: 0
+# launches: nothing
 DRY=
 [[ " $* " == *" --dry-run "* ]] && DRY=echo
 $DRY torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8

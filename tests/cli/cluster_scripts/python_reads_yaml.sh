@@ -1,6 +1,6 @@
 #!/bin/bash
 # A size is read from a YAML file by python -c, which runs really.
-# launches: 1
+# launches: torchrun --nproc-per-node 8 train.py --config configs/llama.yaml --tensor-model-parallel-size 4 --title llama
 CONFIG=configs/llama.yaml
 get() { python -c "
 for line in open('$CONFIG'):

@@ -1,6 +1,6 @@
 #!/bin/bash
 # It asks; nobody answers, and the default counts.
-# launches: 1
+# launches: torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4
 read -r -p "Tensor parallel size [4]: " TP
 TP=${TP:-4}
 read -rp "Start? [Y/n] " answer

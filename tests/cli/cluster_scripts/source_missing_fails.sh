@@ -1,6 +1,6 @@
 #!/bin/bash
 # The cluster's set-up is not on this machine, and set -e ends the script before it launches.
-# launches: 0
+# launches: nothing
 # status: 1
 set -e
 source /etc/profile.d/lustre_modules_of_cluster.sh

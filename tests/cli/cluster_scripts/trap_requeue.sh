@@ -4,7 +4,7 @@
 #SBATCH --requeue
 #SBATCH --nodes=2 --ntasks-per-node=8
 # sbatch: SLURM_NNODES=2 SLURM_JOB_NUM_NODES=2 SLURM_NTASKS_PER_NODE=8
-# launches: 1
+# launches: srun python pretrain_gpt.py --tensor-model-parallel-size 8 --exit-signal-handler
 requeue() {
     echo "requeue $SLURM_JOB_ID"
     scontrol requeue "$SLURM_JOB_ID"

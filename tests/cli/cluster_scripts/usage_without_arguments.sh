@@ -1,6 +1,6 @@
 #!/bin/bash
 # Called without its argument it says so and starts nothing.
-# launches: 0
+# launches: nothing
 # status: 1
 if [ $# -lt 1 ]; then
     echo "Usage: $(basename "$0") CONFIG" >&2
