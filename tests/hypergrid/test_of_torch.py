@@ -50,7 +50,9 @@ def _of_torch_in(source):
         elif isinstance(node, ast.Attribute):
             words = [ast.unparse(node)]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            words = [".".join(ast.unparse(each).strip("'") for each in node.args[:2])]
+            owner, name = node.args[:2]
+            if isinstance(name, ast.Constant):
+                words = [f"{ast.unparse(owner)}.{name.value}"]
         for word in words:
             owner, _, last = word.rpartition(".")
             is_name = last in names and owner.split(".")[0] not in ("self", "cls", "os")
