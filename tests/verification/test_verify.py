@@ -388,11 +388,13 @@ def test_the_verdict_is_told_before_the_search_which_can_be_left_out(checkout):
 
 
 def test_the_groups_are_those_of_the_checkout_or_the_report_names_the_module(checkout):
-    _, report = verify_line("pretrain_gpt.py", TWO_RANKS, 2, checkout)
+    _, report = verify_line("pretrain_gpt.py", TWO_RANKS, 2, checkout, smallest=False)
     assert report.agrees, str(report)
     assert "compat.parallel_state" not in str(report)
     # A job of hypergrid's launcher has hypergrid's groups.
-    _, report = verify_line("pretrain_gpt.py", TWO_RANKS, 2, checkout, order=Layout.order)
+    _, report = verify_line(
+        "pretrain_gpt.py", TWO_RANKS, 2, checkout, order=Layout.order, smallest=False
+    )
     assert "megatron.core.parallel_state (compat.parallel_state ran instead)" in str(report)
 
 
