@@ -11,7 +11,7 @@ Ranks
 Oracles
     stock           Megatron's own modules, of each release
     forerunners     the classes that ours replaces in other projects
-    physicsnemo_stock, te_on_cpu    theirs, without a GPU
+    te_on_cpu       Transformer Engine, without a GPU
     peer            torch's and NVRx's analyses of flight recorders
 Hangs and failures
     hung            real ranks that hang, and what they leave

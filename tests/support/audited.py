@@ -1,13 +1,12 @@
 """Programs over megatron-core, audited on eight ranks; each prints what the ranks saw as JSON.
 
-python -m tests.support.audited PROGRAM DIRECTORY [ARGUMENTS]
+python -m tests.support.audited DIRECTORY PROGRAM ...
 """
 
-import collections
+import contextlib
 import inspect
 import json
 import sys
-import threading
 import warnings
 
 import compat
@@ -107,16 +106,6 @@ def wrong_states(rank, directory):
     return warned, strict
 
 
-def cross_entropy(rank, directory):
-    """A model that was handed critic's groups computes its loss while actor is current."""
-    actor, critic = two_states()
-    with audit.recording(directory):
-        with critic.activate():
-            head = Head(from_state(critic))
-        with actor.activate():
-            head(torch.ones(3, 2, 8))
-
-
 def norm(rank, directory):
     """An optimizer that was handed critic's groups counts gradients while actor is current."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -147,19 +136,18 @@ def forbidden(rank, directory):
     _, critic = two_states()
     x = torch.ones(3, 2, 8)
     package = "megatron.core.tensor_parallel"
+    allowed = [f"{package}.layers", f"{package}.mappings", "is_initialized"]
     with critic.activate():
         head = Head(from_state(critic))
         with audit.forbid(f"{package}.*"):
             refused_reads = refused(lambda: head(x), audit.ForbiddenReadError)
         head(x)  # it has ended
-        allowed = [f"{package}.layers", "megatron.core.tensor_parallel.mappings", "is_initialized"]
         with audit.forbid(f"{package}.*", allow=allowed):
             loss = refused(lambda: head(x), audit.ForbiddenReadError)
-        with audit.forbid(
-            f"{package}.*", allow=[*allowed, f"{package}.cross_entropy:get_tensor_*"]
-        ):
+        allowed.append(f"{package}.cross_entropy:get_tensor_*")
+        with audit.forbid(f"{package}.*", allow=allowed):
             head(x)
-        rule = audit.forbid(["no.such.module", "tests.support.*", "__main__"])
+        rule = audit.forbid(["no.such.module", "__main__"])
         private = refused(lambda: ps._TENSOR_MODEL_PARALLEL_GROUP, audit.ForbiddenReadError)
         rule.end()
         rule.end()
@@ -189,53 +177,26 @@ def private_globals(rank, directory):
     return type(ps).__name__, "_hypergrid_audit" in vars(ps), torch.nn.Module.__init__.__module__
 
 
-def counted(rank, directory, arguments):
-    """The demo's training without the audit, each call of a getter counted by sys.setprofile."""
-    from scripts import train_gpt
-
-    # As they are written: a wrapper may take the arguments of the release.
-    getters = {name: inspect.unwrap(vars(ps)[name]) for name in AUDITED if name in vars(ps)}
-    codes = {getter.__code__: name for name, getter in getters.items()}
-    counts = collections.Counter()
-    home = f"{compat.__path__[0]}/"
-
-    def profile(frame, event, _):
-        if event != "call" or frame.f_code not in codes:
-            return
-        caller = frame.f_back
-        while caller.f_code.co_name == "released":
-            caller = caller.f_back
-        if not caller.f_code.co_filename.startswith((home, "<string>")):
-            counts[codes[frame.f_code]] += 1
-
-    threading.setprofile(profile)
-    sys.setprofile(profile)
-    try:
-        train_gpt.main(arguments)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return counts
-
-
-def recorded(rank, directory, arguments):
-    """The demo's training, recorded."""
-    from scripts import train_gpt
-
+def every_getter(rank, directory):
+    """Each audited function that needs no argument, once; and the names of those that answered."""
+    ps.initialize_model_parallel(2, 2)
+    getters = {name: vars(ps)[name] for name in AUDITED if name.startswith(("get_", "is_"))}
+    answered = []
     with audit.recording(directory):
-        train_gpt.main(arguments)
+        for name, getter in getters.items():
+            if all(p.default is not p.empty for p in inspect.signature(getter).parameters.values()):
+                with contextlib.suppress(Exception):  # of a group that this layout lacks
+                    getter()
+                answered.append(name)
+    return answered
 
 
 def main(directory, *programs):
-    """Each program has a directory of its own; the demo's arguments follow its name."""
+    """Each program has a directory of its own."""
     results = {}
-    for program in programs:
-        name, *arguments = program.split()
-        program_arguments = [f"{directory}/{name}", *([arguments] if arguments else [])]
+    for name in programs:
         body = globals()[name]
-        results[program] = forked.run_ranks(
-            getattr(body, "world", 8), body, *program_arguments, timeout=100
-        )
+        results[name] = forked.run_ranks(8, body, f"{directory}/{name}", timeout=100)
     print(json.dumps(results))
 
 
