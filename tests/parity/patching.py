@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.parity.configurations import random_config
 from tests.parity.helpers import all_gather_groups
 from tests.parity.recording import _Options, options_content
-from tests.parity.running import View, place, run
+from tests.parity.running import View, place
 from tests.parity.surface import Config, called, getter_calls, parameters, private_globals
 from tests.parity.watching import Behaviour, Client, Step, watch
 from tests.support import table
@@ -59,33 +59,28 @@ def written(name: str, group: Any) -> tuple[Any, ...]:
 def programs(release: str) -> dict[str, Behaviour]:
     """All that outside code may do to the module of a release, by name."""
     helpers = [name for name in HELPERS if hasattr(load_stock(release), name)]
-    chosen = [*((name,) for name in helpers), ("create_group", OPTIONS), tuple(helpers)]
-    named: dict[str, Behaviour] = {"all written": everything_written, "new_group": torch_heard}
-    for names in chosen:
-        for replace in (listening, changing):
-            program = functools.partial(helpers_replaced, replace, names)
-            named[f"{replace.__name__} {', '.join(names)}"] = program
+    named: dict[str, Behaviour] = {"all written": everything_written, "new_group": torch_replaced}
+    for names in (*((name,) for name in helpers), ("create_group", OPTIONS), tuple(helpers)):
+        named[f"{', '.join(names)} replaced"] = functools.partial(helpers_replaced, names)
     return named
 
 
-def helpers_replaced(
-    replace: Callable[..., Any], names: tuple[str, ...], client: Client
-) -> Iterator[Step]:
+def helpers_replaced(names: tuple[str, ...], client: Client) -> Iterator[Step]:
     """Initialise while the helpers `names` are replaced; with what they are called."""
     heard: list[tuple[str, Any]] = []
     replacements = {}
     for name in names:
         original = getattr(client.module, name)
-        replacements[name] = replace(client.module, name, original, heard)
+        replacements[name] = replacement_of(client.module, name, original, heard)
     with mock.patch.multiple(client.module, **replacements):
         yield from _initialised(client, heard, names == (OPTIONS,))
 
 
-def torch_heard(client: Client) -> Iterator[Step]:
+def torch_replaced(client: Client) -> Iterator[Step]:
     """Initialise while torch's own ``new_group`` is replaced in ``torch.distributed`` alone."""
     heard: list[tuple[str, Any]] = []
-    listener = listening(client.module, "create_group", dist.new_group, heard)
-    with mock.patch.object(dist, "new_group", listener):
+    replacement = replacement_of(client.module, "create_group", dist.new_group, heard)
+    with mock.patch.object(dist, "new_group", replacement):
         yield from _initialised(client, heard)
 
 
@@ -144,35 +139,17 @@ def _changes(client: Client, when: str, sentinel: Any) -> Iterator[Step]:
     yield f"{when}, all undone", {"calls of the getter before": sorted(set(map(repr, heard)))}
 
 
-def listening(
+def replacement_of(
     module: ModuleType, name: str, original: Callable[..., Any], heard: list[tuple[str, Any]]
 ) -> Callable[..., Any]:
-    """A helper that keeps what it is called with and does as before."""
-    if isinstance(original, type):
+    """A helper that keeps what it is called with, and does something else than before."""
+    if name == "RankGenerator":
 
-        class Listening(original):  # type: ignore[misc]
+        class Reversed(original):  # type: ignore[misc, valid-type]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 heard.append((name, plain(args, kwargs)))
                 super().__init__(*args, **kwargs)
 
-        return Listening
-
-    @functools.wraps(original)
-    def listen(*args: Any, **kwargs: Any) -> Any:
-        heard.append((name, plain(args, kwargs)))
-        return original(*args, **kwargs)
-
-    vars(listen).pop("__hypergrid_members_only__", None)
-    return listen
-
-
-def changing(
-    module: ModuleType, name: str, original: Callable[..., Any], heard: list[tuple[str, Any]]
-) -> Callable[..., Any]:
-    """A helper that does something else than before, as frameworks have it."""
-    if name == "RankGenerator":
-
-        class Reversed(original):  # type: ignore[misc, valid-type]
             def get_ranks(self, token: str) -> list[list[int]]:
                 return [ranks[::-1] for ranks in super().get_ranks(token)[::-1]]
 
@@ -187,7 +164,7 @@ def changing(
             return None
         if name == "overwrite_nccl_comm_cfgs":
             return original(args[0], args[1], ("min_ctas", 3))
-        if name in CREATORS and "timeout" in kwargs:
+        if name in CREATORS and kwargs.get("timeout"):
             kwargs["timeout"] *= 2
         answer = original(*args, **kwargs)
         if name == "default_embedding_ranks":
@@ -257,6 +234,3 @@ def only_initialised(client: Client) -> Iterator[Step]:
     """Initialise."""
     client.initialise()
     yield "initialised", None
-
-
-run_patched = functools.partial(run, views=programs_on_one_rank)

@@ -58,6 +58,20 @@ class View:
     is_written_to: bool = False
 
 
+def ranks_of_one(rng: random.Random, release: str, max_world: int) -> Iterator[View]:
+    """What each chosen rank of a configuration shows, from before to after its initialisation."""
+    config = random_config(rng, release, max_world)
+    for rank in config["ranks"]:
+        show = functools.partial(snapshot, config=config, rank=rank, release=release)
+        yield View(place(config, rank), show, is_nonsense(config))
+
+
+def place(config: Config, rank: int) -> str:
+    """A configuration and a rank in words."""
+    where = f"({config['kind']}) rank {rank} of {config['world_size']} {config['kwargs']}"
+    return f"{where} {config['environment'] or ''}"
+
+
 def run(
     candidate: ModuleType | Callable[[], ModuleType],
     release: str,
@@ -66,7 +80,7 @@ def run(
     max_world: int,
     first: int = 0,
     stop_after: int = 20_000,
-    views: Callable[[random.Random, str, int], Iterator[View]] | None = None,
+    views: Callable[[random.Random, str, int], Iterator[View]] = ranks_of_one,
 ) -> Report:
     """Compare `candidate` with stock over `n` random configurations.
 
@@ -91,27 +105,13 @@ def run(
             break
         rng = random.Random(f"{seed}/{release}/{number}")
         is_refused = False
-        for view in (views or ranks_of_one)(rng, release, max_world):
+        for view in views(rng, release, max_world):
             stock = view.show(load_stock(release))
             _compare(report, f"#{number} {view.where}: ", view, stock, view.show(load_candidate()))
             is_refused |= stock["outcome"] != "ok"
         report.configurations += 1
         report.refused += is_refused
     return report
-
-
-def ranks_of_one(rng: random.Random, release: str, max_world: int) -> Iterator[View]:
-    """What each chosen rank of a configuration shows, from before to after its initialisation."""
-    config = random_config(rng, release, max_world)
-    for rank in config["ranks"]:
-        show = functools.partial(snapshot, config=config, rank=rank, release=release)
-        yield View(place(config, rank), show, is_nonsense(config))
-
-
-def place(config: Config, rank: int) -> str:
-    """A configuration and a rank in words."""
-    where = f"({config['kind']}) rank {rank} of {config['world_size']} {config['kwargs']}"
-    return f"{where} {config['environment'] or ''}"
 
 
 def _compare(report: Report, where: str, view: View, stock: Snapshot, candidate: Snapshot) -> None:
