@@ -169,26 +169,16 @@ def groups_closed_and_made_anew(client: Client) -> Iterator[Step]:
         taking_both[name] = _unwrapping(getattr(dist, name))
     with mock.patch.multiple(dist, new_group=new_group, **taking_both):
         client.initialise()
-        yield "initialised", _kinds(client)
+        yield "initialised", None
         for group in groups:
             if isinstance(group.group, dist.ProcessGroup):
                 dist.destroy_process_group(group.group)
             group.group = None
         for group in groups:
             group.group = original(*group.args, **group.kwargs)
-        yield "made anew", _kinds(client)
+        yield "made anew", None
         client.module.destroy_model_parallel()
         yield "destroyed", None
-
-
-def _kinds(client: Client) -> dict[str, Any]:
-    """What is in each global: the ranks of a group of the client's own, or another type."""
-    kinds: dict[str, Any] = {}
-    for name in private_globals(client.release):
-        value = getattr(client.module, name)
-        is_own = isinstance(value, Reloadable)
-        kinds[name] = dist.get_process_group_ranks(value) if is_own else type(value).__name__
-    return kinds
 
 
 class Fake:
@@ -236,17 +226,6 @@ def numbers_and_groups_before(client: Client) -> Iterator[Step]:
     yield "initialised anew", None
 
 
-def begun_anew_in_the_process(client: Client) -> Iterator[Step]:
-    """Close torch's groups behind Megatron's back, make a new world, initialise."""
-    client.initialise()
-    yield "initialised", None
-    client.restart()
-    client.module.destroy_model_parallel()
-    yield "destroyed", None
-    client.initialise()
-    yield "initialised anew", len(c10d._world.pg_names)
-
-
 PROGRAMS = {
     "MindSpeed: forgotten by hand": Program(forgotten_by_hand, cp=2),
     "MindSpeed-LLM: ranks in another order": Program(ranks_in_another_order, cp=2),
@@ -257,5 +236,4 @@ PROGRAMS = {
     "slime: groups closed and made anew": Program(groups_closed_and_made_anew, cp=2),
     "Megatron's tools: a converter": Program(a_converter, world=0),
     "Megatron's tests: numbers and groups before": Program(numbers_and_groups_before, cp=2),
-    "NVRx: begun anew in the process": Program(begun_anew_in_the_process, cp=2),
 }

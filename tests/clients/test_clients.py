@@ -46,7 +46,7 @@ def seen(rank, name, load):
                     shown[getter] = members(getattr(module, getter)(), name)
         return shown
 
-    client = Client(module, REAL[name].config(), RELEASE, restart=None)
+    client = Client(module, REAL[name].config(), RELEASE)
     return follow(REAL[name].run(client), ask_all)
 
 

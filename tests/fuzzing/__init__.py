@@ -8,7 +8,8 @@ shows what a module does with one; ``tests.parity`` runs and compares them as al
 What may differ, besides what ``tests.parity`` lets differ:
 
 * *wrong kinds* (``odd`` in the table), such as a size of ``"two"``: ours may refuse them, also
-  where stock has no use for the value and accepts it. Ours alone has `share`, `connect`, `creation`;
+  where stock has no use for the value and accepts it; `share`, `connect` and
+  `creation` are ours alone;
 * *numbers and lists of numpy and torch*: stock gets them as plain Python values;
 * *several faults*: ours may report another one than stock. Types are compared where there is one;
 * what stock hangs on (``alone`` in the table).

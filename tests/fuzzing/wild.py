@@ -129,8 +129,7 @@ class ArgumentSet:
             if KINDS.get(name, name) in ("number", "order", "hierarchical_context_parallel_sizes"):
                 keywords[name] = value.make()
         levels = keywords.get("hierarchical_context_parallel_sizes") or []
-        stages = keywords.get("virtual_pipeline_model_parallel_size") or 1
-        return min([*levels, stages]) < 1 or is_nonsense({"kwargs": keywords})
+        return min([*levels, 1]) < 1 or is_nonsense({"kwargs": keywords})
 
     def __str__(self) -> str:
         wild = ", ".join(f"{name}={value}" for name, value in self.wild.items())
@@ -168,7 +167,6 @@ def attempt(module: ModuleType, arguments: ArgumentSet) -> Snapshot:
         keywords = arguments.arguments(Path(folder))
         if not is_ours:
             keywords = _for_stock(keywords)
-        environment = dict(os.environ)
         try:
             with limited(PATIENCE if is_ours else STOCKS_PATIENCE):
                 if not is_ours and any(value.is_alone for value in arguments.wild.values()):
@@ -184,7 +182,7 @@ def attempt(module: ModuleType, arguments: ArgumentSet) -> Snapshot:
             elif isinstance(error, Hang | MemoryError):
                 outcome = UNKNOWN
         if is_ours:
-            complaints += left_behind(module, outcome != "ok", environment)
+            complaints += left_behind(module, outcome != "ok")
         with contextlib.suppress(Exception):
             module.destroy_model_parallel()
     share = arguments.wild.get("share")
@@ -194,13 +192,9 @@ def attempt(module: ModuleType, arguments: ArgumentSet) -> Snapshot:
     return {"outcome": outcome, "answers": answers, "created": Counter(created), "groups": {}}
 
 
-def left_behind(module: ModuleType, is_refused: bool, environment: dict[str, str]) -> Iterator[str]:
+def left_behind(module: ModuleType, is_refused: bool) -> Iterator[str]:
     """What a refused call has left, and what is still there after a destroy."""
     if is_refused:
-        if dict(os.environ) != environment:
-            yield f"the environment differs in {set(os.environ.items()) ^ set(environment.items())}"
-        if module.is_initialized():
-            yield "it says that it is initialised"
         if len(open_groups()) > 1:
             yield "a group is left"
         try:

@@ -95,13 +95,9 @@ def _initialised(
         shown |= all_gather_groups(client.recorder)
     if are_options_alone:  # ours asks for those of the groups that the rank is in
         heard = [call for call in heard if call[1].split("'")[1] not in ("embd", "pos_embd")]
-    is_ordered = any(name in CREATORS for name, _ in heard)
-    for name in dict.fromkeys(name for name, _ in heard):
-        calls = [call for helper, call in heard if helper == name]
-        is_exact = is_ordered and name in (*CREATORS, OPTIONS)
-        shown[f"{name} is called with"] = calls if is_exact else sorted(set(calls))
-    if is_ordered:
-        shown["order"] = [name for name, _ in heard if name in (*CREATORS, OPTIONS)]
+    shown["calls"] = sorted(set(heard))
+    if any(name in CREATORS for name, _ in heard):
+        shown["calls in order"] = [call for call in heard if call[0] in (*CREATORS, OPTIONS)]
     yield "all-gather groups created", shown
 
 
