@@ -11,6 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from tests.parity.patching import Stub
 from tests.parity.surface import Config, private_globals
 from tests.parity.watching import Client, Step
 
@@ -181,23 +182,13 @@ def groups_closed_and_made_anew(client: Client) -> Iterator[Step]:
         yield "destroyed", None
 
 
-class Fake:
-    """What a checkpoint converter writes in a group's place."""
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return 0
-
-
 def a_converter(client: Client) -> Iterator[Step]:
     """Sizes through setters, two stand-ins, and a walk over ranks; no torch.distributed."""
     module = client.module
     for kind, size in (("tensor", 2), ("pipeline", 4), ("virtual_pipeline", None), ("expert", 2)):
         getattr(module, f"set_{kind}_model_parallel_world_size")(size)
-    module._TENSOR_MODEL_PARALLEL_GROUP = Fake()
-    module._EXPERT_MODEL_PARALLEL_GROUP = Fake()
+    module._TENSOR_MODEL_PARALLEL_GROUP = Stub()
+    module._EXPERT_MODEL_PARALLEL_GROUP = Stub()
     for pp in range(4):
         module.set_tensor_model_parallel_rank(pp % 2)
         module.set_pipeline_model_parallel_rank(pp)

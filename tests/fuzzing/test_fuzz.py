@@ -38,6 +38,7 @@ def test_a_refusal_names_the_argument_and_says_what_to_change(fake_world, argume
 def test_a_bad_configuration_file_is_refused_at_once(fake_world, tmp_path, content, words):
     fake_world(4)
     path = Value(content).make(tmp_path)
+    # One that is waited for ends the test, and one that runs code is seen.
     with limited(10), mock.patch("os.system") as command:
         assert words in refusal({"nccl_communicator_config_path": path}, (ValueError, OSError))
     assert not command.called

@@ -49,6 +49,7 @@ def compare(
     outcome = stock["outcome"]
     candidate_outcome = candidate["outcome"]
     differences: list[Difference] = []
+    # Stock has not said what is right, or lets pass by mistake what the candidate refuses.
     is_free = outcome == UNKNOWN or (nonsense and candidate_outcome != "ok")
     if outcome == candidate_outcome == "ok":
         differences += _created(stock, candidate)

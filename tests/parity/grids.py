@@ -52,8 +52,14 @@ def random_case(rng: random.Random) -> GridCase:
         shape[shape.index(max(shape))] -= 1
     size = math.prod(shape)
     dims = [rng.sample(names, rng.randint(1, len(names))) for _ in range(3)]
-    world = size + offset + rng.choice((0, 3))
-    return GridCase(shape, names, offset, dims, world, offset + rng.randrange(size))
+    return GridCase(
+        shape,
+        names,
+        offset,
+        dims,
+        world=size + offset + rng.choice((0, 3)),
+        rank=offset + rng.randrange(size),
+    )
 
 
 def compare_grid(release: str, case: GridCase) -> list[str]:

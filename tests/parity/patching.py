@@ -28,18 +28,26 @@ from tests.support.stock import load_stock
 WRITES = table("parity/writes.txt")
 OPTIONS = "get_nccl_options"
 CREATORS = (
-    *("create_group", "create_hierarchical_groups", "create_hierarchical_parallel_groups"),
-    *("create_hybrid_dp_cp_groups", "create_dynamic_dp_cp_groups"),
+    "create_group",
+    "create_hierarchical_groups",
+    "create_hierarchical_parallel_groups",
+    "create_hybrid_dp_cp_groups",
+    "create_dynamic_dp_cp_groups",
 )
 HELPERS = (
-    *(*CREATORS, OPTIONS, "RankGenerator", "generate_masked_orthogonal_rank_groups"),
-    *("default_embedding_ranks", "default_position_embedding_ranks", "overwrite_nccl_comm_cfgs"),
+    *CREATORS,
+    OPTIONS,
+    "RankGenerator",
+    "generate_masked_orthogonal_rank_groups",
+    "default_embedding_ranks",
+    "default_position_embedding_ranks",
+    "overwrite_nccl_comm_cfgs",
     "_set_global_memory_buffer",
 )
 
 
 class Stub:
-    """No group, but it has what numbers are asked of, as a client's own wrapper may."""
+    """No group, but it has what numbers are asked of, as a client's own object may."""
 
     def rank(self) -> int:
         return 2
@@ -60,7 +68,7 @@ def programs(release: str) -> dict[str, Behaviour]:
     """All that outside code may do to the module of a release, by name."""
     helpers = [name for name in HELPERS if hasattr(load_stock(release), name)]
     named: dict[str, Behaviour] = {"all written": everything_written, "new_group": torch_replaced}
-    for names in (*((name,) for name in helpers), ("create_group", OPTIONS), tuple(helpers)):
+    for names in (*((name,) for name in helpers), tuple(helpers)):
         named[f"{', '.join(names)} replaced"] = functools.partial(helpers_replaced, names)
     return named
 
@@ -160,6 +168,7 @@ def replacement_of(
             return None
         if name == "overwrite_nccl_comm_cfgs":
             return original(args[0], args[1], ("min_ctas", 3))
+        # torch's own new_group may be called without a timeout.
         if name in CREATORS and kwargs.get("timeout"):
             kwargs["timeout"] *= 2
         answer = original(*args, **kwargs)

@@ -98,6 +98,7 @@ def _calls_of(name: str, names: list[str]) -> Iterator[Call]:
                 keywords[parameter] = value
         yield call(name, **keywords)
     for parameter in names:
+        # A flag may be any truth.
         if parameter not in _VALUES:
             yield call(name, **{parameter: 1})
 
@@ -135,7 +136,8 @@ def compare_surface(candidate: ModuleType, release: str) -> list[str]:
     for name in private_globals(release):
         if not hasattr(candidate, name):
             lines.append(f"{name}: the candidate has no such global")
-    with contextlib.suppress(AssertionError):  # as stock
+    # Stock asserts that torch.distributed is initialised.
+    with contextlib.suppress(AssertionError):
         candidate.initialize_model_parallel()
         lines.append("initialize_model_parallel works without torch.distributed")
     return lines

@@ -17,8 +17,14 @@ def compare(release, *how, n, world, seed):
     """Run `scripts/parity`, and find no difference."""
     if not have_stock(release):
         pytest.skip(f"run scripts/fetch_megatron {release}")
-    command = ["scripts/parity", "--release", release, *how, "-n", str(n), "--seed", str(seed)]
-    command += ["--max-world", str(world)]
+    command = [
+        "scripts/parity",
+        *("--release", release),
+        *("-n", str(n)),
+        *("--seed", str(seed)),
+        *("--max-world", str(world)),
+        *how,
+    ]
     done = warm.run(*command, timeout=600, OMP_NUM_THREADS="1")
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     assert done.stdout.splitlines()[1].split()[:2] == [release, str(n)]

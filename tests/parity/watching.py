@@ -77,4 +77,9 @@ def follow(steps: Iterator[Step], ask_all: Callable[[], dict[str, Any]]) -> Snap
         except Exception as error:
             place = traceback.format_exc().splitlines()[-3].strip()
             outcome = raised(error) | {"message": f"{error} ({place})"}
-    return {"outcome": outcome, "answers": answers, "created": Counter(), "groups": {}}
+    return {
+        "outcome": outcome,
+        "answers": answers,
+        "created": Counter(),
+        "groups": {},
+    }
