@@ -2,6 +2,7 @@
 
 import functools
 import os
+import random
 
 import hypothesis
 import pytest
@@ -9,7 +10,8 @@ import torch.distributed as dist
 
 from tests.support import ROOT
 
-hypothesis.settings.register_profile("hypergrid", deadline=None)  # machines may be busy
+# No deadline, as machines may be busy; each run draws the same.
+hypothesis.settings.register_profile("hypergrid", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("hypergrid")
 
 
@@ -94,6 +96,16 @@ def pytest_collection_modifyitems(items):
         return places.get(item.path, len(places)), not item.get_closest_marker("slow")
 
     items.sort(key=place)
+
+
+@pytest.fixture
+def seed(request):
+    """What random draws begin with: always the same, but new and printed in a long test."""
+    if not request.node.get_closest_marker("long"):
+        return 1
+    drawn = random.SystemRandom().randrange(10**8)
+    print(f"seed {drawn}")
+    return drawn
 
 
 @pytest.fixture

@@ -1,63 +1,39 @@
-"""Small programs that do to ``parallel_state`` what others' code does, each in our own words.
+"""Small programs that do to ``parallel_state`` what others' code does.
+
+``scripts/parity --clients`` runs them.
 
 A program is a generator that takes a `Client` and yields a step's name, with a value of its own to
 compare, if it has one. After each step the module is asked everything. Run on stock and on
 ``compat.parallel_state``, a program has to see the same.
 
-``python -m tests.clients RELEASE`` prints what differs, as JSON; `--real` does so on gloo ranks.
+`programs` has what no single change shows: ``tests.parity.patching`` writes each global and
+replaces each function in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+import functools
+import random
+from collections.abc import Iterator
+from types import ModuleType
 
-import torch.distributed as dist
-
-from tests.parity.surface import Config
-from tests.parity.watching import Client, Step
-
-__all__ = ["Client", "Program", "Step", "generated_groups"]
-
-Sizes = dict[str, int]
+from tests.clients.programs import PROGRAMS, Program
+from tests.parity.comparing import Snapshot
+from tests.parity.running import View
+from tests.parity.watching import watch
 
 
-@dataclass(frozen=True)
-class Program:
-    """One behaviour of one client: where it is to be tried, and the code."""
-
-    run: Callable[[Client], Iterator[Step]]
-    world: int = 16  # 0: torch.distributed is not initialised
-    meet: bool = True  # on real ranks: all members of a group hold it, and communicate
-    sizes: Sizes = field(
-        default_factory=lambda: {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "context_parallel_size": 2,
-            "expert_model_parallel_size": 2,
-        }
-    )
-
-    def config(self) -> Config:
-        """The world in which it is tried, as ``tests.parity`` has it."""
-        return {
-            "world_size": self.world,
-            "kwargs": dict(self.sizes),
-            "environment": {},
-            "positional": 0,
-        }
+def clients_on_two_ranks(rng: random.Random, release: str, max_world: int) -> Iterator[View]:
+    """What two ranks see of each program, in the program's own world."""
+    for name, program in PROGRAMS.items():
+        for rank in sorted({0, program.world * 5 // 6}):
+            show = functools.partial(_to_its_end, program, rank, release)
+            yield View(f"{name}, rank {rank}", show, is_written_to=True)
 
 
-def generated_groups(
-    client: Client, token: str, create: Callable[[list[int]], Any]
-) -> Iterator[Step]:
-    """Groups of its own from Megatron's RankGenerator: every rank makes every one."""
-    client.initialise()
-    generator = client.module.RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
-    ranks_of_groups = []
-    for ranks in generator.get_ranks(token):
-        group = create(ranks)
-        if dist.get_rank() in ranks:
-            ranks_of_groups.append(dist.get_process_group_ranks(group))
-    yield "its groups", ranks_of_groups
+def _to_its_end(program: Program, rank: int, release: str, module: ModuleType) -> Snapshot:
+    """What a program shows, which works on stock and on ours."""
+    snapshot = watch(program.run, module, program.config(), rank, release)
+    # Two failures would agree, and nothing would have been compared.
+    assert snapshot["outcome"] == "ok", (program, snapshot["outcome"])
+    return snapshot

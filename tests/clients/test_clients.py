@@ -1,36 +1,59 @@
-"""Code of other projects has the effect on parallel_state that it has on stock Megatron."""
+"""Real ranks of other projects communicate over the groups that they have on stock Megatron."""
 
-import functools
-import json
+import contextlib
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.clients.programs import PROGRAMS, REAL
-from tests.support import warm
-from tests.support.stock import EACH_RELEASE, following, have_stock
+from compat import parallel_state
+from tests.clients import programs
+from tests.clients.programs import Program
+from tests.parity.surface import public_functions
+from tests.parity.watching import Client, follow
+from tests.support.forked import run_ranks
+from tests.support.stock import load_stock
 
-TRAINS = "0.16.1"  # the release that real ranks try
-
-
-@functools.cache
-def differences_by_program(release, *how):
-    """What differs, by program: all programs of a release in one process that speaks as it."""
-    if not have_stock(release):
-        pytest.skip(f"run scripts/fetch_megatron {release}")
-    environment = following(release) | {"OMP_NUM_THREADS": "1"}
-    done = warm.run("-m", "tests.clients", release, *how, **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
-
-
-@pytest.mark.parametrize("release", EACH_RELEASE)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_client_sees_what_it_sees_on_stock(program, release):
-    differences, errors = differences_by_program(release)
-    assert not differences[program], "\n".join([*differences[program][:20], errors[-2000:]])
+RELEASE = "0.16.1"
+REAL = {
+    "in another order": Program(programs.ranks_in_another_order, world=4, pp=1),
+    # Its pipelines overlap: not every member of a group holds it.
+    "share a stage": Program(programs.pipelines_that_share_a_stage, world=6, ep=1),
+    "closed and made anew": Program(programs.groups_closed_and_made_anew, world=4, pp=1),
+}
 
 
-@pytest.mark.parametrize("program", REAL)
-def test_a_clients_real_ranks_communicate_as_on_stock(program):
-    differences, errors = differences_by_program(TRAINS, "--real")
-    assert not differences[program], "\n".join([*differences[program][:20], errors[-2000:]])
+def members(answer, name):
+    """The ranks of each group of an answer, and those who took part in a sum over it."""
+    if isinstance(answer, list):
+        return [members(group, name) for group in answer]
+    presence = torch.zeros(8)
+    presence[dist.get_rank()] = 1
+    if name != "share a stage":
+        dist.all_reduce(presence, group=answer)
+    return dist.get_process_group_ranks(answer), presence.nonzero().flatten().tolist()
+
+
+def seen(rank, name, load):
+    """What a rank is answered by every getter of a group, after each step of a program."""
+    module = load()
+
+    def ask_all():
+        shown = {}
+        for getter in public_functions(RELEASE):
+            if getter.startswith("get_") and getter.endswith(("_group", "_gloo")):
+                with contextlib.suppress(AssertionError):  # not initialised, or no such group
+                    shown[getter] = members(getattr(module, getter)(), name)
+        return shown
+
+    client = Client(module, REAL[name].config(), RELEASE)
+    return follow(REAL[name].run(client), ask_all)
+
+
+@pytest.mark.release(RELEASE)
+@pytest.mark.parametrize("name", REAL)
+def test_a_clients_real_ranks_communicate_as_on_stock(name):
+    world = REAL[name].world
+    on_stock = run_ranks(world, seen, name, lambda: load_stock(RELEASE))
+    assert all(snapshot["outcome"] == "ok" for snapshot in on_stock)
+    assert run_ranks(world, seen, name, lambda: parallel_state) == on_stock

@@ -1,14 +1,16 @@
 """Random arguments for ``initialize_model_parallel``, most of them wrong.
 
-``wild`` draws sets of arguments, most of them from ``values.txt``; ``judging`` runs one set with
-ours and with stock and lists what is wrong (see ``judging.judge``). ``scripts/fuzz`` runs many.
+``scripts/parity --wild`` tries them.
 
-What may differ:
+``values.txt`` has the values, by the kinds of ``kinds.txt``. ``wild`` draws sets of arguments and
+shows what a module does with one; ``tests.parity`` runs and compares them as all else.
 
-* *wrong kinds and nonsense* (`judging.may_refuse`), such as a size of ``"two"``, or one below 1:
-  ours may refuse them, also where stock has no use for the value and accepts it;
+What may differ, besides what ``tests.parity`` lets differ:
+
+* *wrong kinds* (``odd`` in the table), such as a size of ``"two"``: ours may refuse them, also
+  where stock has no use for the value and accepts it; `share`, `connect` and
+  `creation` are ours alone;
 * *numbers and lists of numpy and torch*: stock gets them as plain Python values;
-* *repairs*: as in ``tests.parity``;
 * *several faults*: ours may report another one than stock. Types are compared where there is one;
-* what stock hangs on.
+* what stock hangs on (``alone`` in the table).
 """

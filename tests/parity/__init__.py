@@ -13,8 +13,9 @@ torch's ``fake`` backend as some of its ranks, write down everything that either
 ``surface`` and ``helpers`` list, and ``comparing`` compares. ``repairs`` and ``mutants`` are copies
 of stock in which one place is put right or broken. ``watching`` runs a program and asks everything
 after each of its steps: ``patching`` has programs that write and replace what is the module's,
-``tests.clients`` those of other projects. ``grids`` compares ``HyperCommGrid``, ``shadowing`` a
-shadow run. The text files are tables of arguments, calls and values, in Python.
+``tests.clients`` those of other projects. ``tests.fuzzing`` draws wrong arguments. ``grids``
+compares ``HyperCommGrid``, ``shadowing`` a shadow run. The text files are tables of arguments,
+calls and values, in Python.
 
 What may differ, and nothing else:
 

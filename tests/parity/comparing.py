@@ -7,6 +7,7 @@ from typing import Any
 
 Snapshot = dict[str, Any]
 Difference = tuple[str, Any, Any]
+UNKNOWN = "unknown"  # the outcome where stock was not asked, or hangs
 
 
 def same_refusal(stock: dict[str, Any], candidate: dict[str, Any]) -> bool:
@@ -47,11 +48,13 @@ def compare(
     """
     outcome = stock["outcome"]
     candidate_outcome = candidate["outcome"]
-    if nonsense and candidate_outcome != "ok":
-        return []
     differences: list[Difference] = []
+    # Stock has not said what is right, or lets pass by mistake what the candidate refuses.
+    is_free = outcome == UNKNOWN or (nonsense and candidate_outcome != "ok")
     if outcome == candidate_outcome == "ok":
         differences += _created(stock, candidate)
+    elif is_free:
+        pass
     elif "ok" in (outcome, candidate_outcome) or not same_refusal(outcome, candidate_outcome):
         shown = (_outcome_text(outcome), _outcome_text(candidate_outcome))
         differences.append(("initialize_model_parallel", *shown))

@@ -17,12 +17,23 @@ from tests.support import table
 TP = "tensor_model_parallel_size"
 # What a callback returns of the ranks of a pipeline, in Python.
 CALLBACKS = (
-    *("ranks[:]", "ranks[::-1]", "ranks[:1]", "ranks[-1:]", "ranks[::2]", "[]", "tuple(ranks)"),
-    *("sorted({ranks[0], ranks[len(ranks) // 2], ranks[-1]})", "sorted({0, ranks[-1]})"),
+    "ranks[:]",
+    "ranks[::-1]",
+    "ranks[:1]",
+    "ranks[-1:]",
+    "ranks[::2]",
+    "[]",
+    "tuple(ranks)",
+    "sorted({ranks[0], ranks[len(ranks) // 2], ranks[-1]})",
+    "sorted({0, ranks[-1]})",
     "list(dict.fromkeys([ranks[-1], ranks[0]]))",
 )
 OPTIONS = table("parity/options.txt")
-VARIABLES = {"NCCL_COLLNET_ENABLE": "1", "UCX_TLS": "tcp", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+VARIABLES = {
+    "NCCL_COLLNET_ENABLE": "1",
+    "UCX_TLS": "tcp",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+}
 POWERS_OF_TWO = [2**exponent for exponent in range(11)]
 WORLDS = [
     *(1, 2, 3, 5, 6, 7, 9, 10, 12, 15, 18, 20, 24, 30, 36, 40, 48, 60, 96, 144, 192),
@@ -70,7 +81,14 @@ def random_config(rng: random.Random, release: str, max_world: int) -> Config:
     if rng.random() < 0.25:
         config["kind"] = break_one(rng, config, has, words(rng))
     ranks = range(world)
-    few = {0, world - 1, offset, min(offset + window, world) - 1, *rng.choices(ranks, k=2)}
+    # The ends of the world and of the window, and any two.
+    few = {
+        0,
+        world - 1,
+        offset,
+        min(offset + window, world) - 1,
+        *rng.choices(ranks, k=2),
+    }
     if world > 128:
         few = {offset, rng.choice(ranks)}
     config["ranks"] = list(ranks) if world <= 4 else sorted(few)
@@ -138,12 +156,27 @@ def _arguments(rng: random.Random, window: int, has: dict[str, Any]) -> dict[str
             kwargs[name] = size
     if gtp and rng.random() < 0.15:
         tokens.insert(rng.randint(0, len(tokens)), "gtp_remat")
-    grid = {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp, "gtp_remat": remat}
+    grid = {
+        "tp": tp,
+        "cp": cp,
+        "ep": ep,
+        "dp": dp,
+        "pp": pp,
+        "gtp_remat": remat,
+    }
     order = random_order(rng, tokens, grid, gtp)
     if order != DEFAULT_ORDER:
         kwargs["order"] = order
-    names = words(rng) | {"tp": tp, "pp": pp, "cp": cp, "remat": remat * expert_remat}
-    names |= {"dp_cp": dp * cp, "expert_dp": expert_dp, "order": order, "kwargs": kwargs}
+    names = words(rng) | {
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "remat": remat * expert_remat,
+        "dp_cp": dp * cp,
+        "expert_dp": expert_dp,
+        "order": order,
+        "kwargs": kwargs,
+    }
     for share, name, value in OPTIONS:
         if name in has and rng.random() < eval(share, names):
             kwargs[name] = eval(value, names)

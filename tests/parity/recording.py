@@ -239,9 +239,12 @@ def observed(recorder: Recorder) -> Iterator[None]:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         patches = [
-            *((module, "new_group", recorder.new_group) for module in (dist, c10d)),
-            *((module, "barrier", recorder.barrier) for module in (dist, c10d)),
-            *((module, "ProcessGroupNCCL", _ProcessGroupNCCL) for module in (dist, c10d)),
+            (dist, "new_group", recorder.new_group),
+            (c10d, "new_group", recorder.new_group),
+            (dist, "barrier", recorder.barrier),
+            (c10d, "barrier", recorder.barrier),
+            (dist, "ProcessGroupNCCL", _ProcessGroupNCCL),
+            (c10d, "ProcessGroupNCCL", _ProcessGroupNCCL),
             (c10d, "_set_pg_timeout", recorder.set_timeout),
             (dist, "set_timeout", recorder.set_timeout),  # torch 2.14 and later
             (torch.cuda, "current_device", lambda: 0),

@@ -23,17 +23,16 @@ from tests.support.stock import load_stock
 class Report:
     """What a run found.
 
-    `ranks` counts ranks, each once for each of its views; `answers` counts single values of them;
-    `refused` counts configurations that stock refused on at least one rank; `differences` counts
-    differences by what differs, and `examples` keeps the first few of each; `repaired` counts views
-    in which the candidate agrees with a repaired stock instead.
+    `ranks` counts ranks, each once for each of its views; `refused` counts configurations that
+    stock refused on at least one rank; `differences` counts differences by what differs, and
+    `examples` keeps the first few of each; `repaired` counts views in which the candidate agrees
+    with a repaired stock instead.
     """
 
     release: str
     configurations: int = 0
     refused: int = 0
     ranks: int = 0
-    answers: int = 0
     repaired: int = 0
     differences: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
@@ -58,6 +57,20 @@ class View:
     is_written_to: bool = False
 
 
+def ranks_of_one(rng: random.Random, release: str, max_world: int) -> Iterator[View]:
+    """What each chosen rank of a configuration shows, from before to after its initialisation."""
+    config = random_config(rng, release, max_world)
+    for rank in config["ranks"]:
+        show = functools.partial(snapshot, config=config, rank=rank, release=release)
+        yield View(place(config, rank), show, is_nonsense(config))
+
+
+def place(config: Config, rank: int) -> str:
+    """A configuration and a rank in words."""
+    where = f"({config['kind']}) rank {rank} of {config['world_size']} {config['kwargs']}"
+    return f"{where} {config['environment'] or ''}"
+
+
 def run(
     candidate: ModuleType | Callable[[], ModuleType],
     release: str,
@@ -66,7 +79,7 @@ def run(
     max_world: int,
     first: int = 0,
     stop_after: int = 20_000,
-    views: Callable[[random.Random, str, int], Iterator[View]] | None = None,
+    views: Callable[[random.Random, str, int], Iterator[View]] = ranks_of_one,
 ) -> Report:
     """Compare `candidate` with stock over `n` random configurations.
 
@@ -91,7 +104,7 @@ def run(
             break
         rng = random.Random(f"{seed}/{release}/{number}")
         is_refused = False
-        for view in (views or ranks_of_one)(rng, release, max_world):
+        for view in views(rng, release, max_world):
             stock = view.show(load_stock(release))
             _compare(report, f"#{number} {view.where}: ", view, stock, view.show(load_candidate()))
             is_refused |= stock["outcome"] != "ok"
@@ -100,25 +113,9 @@ def run(
     return report
 
 
-def ranks_of_one(rng: random.Random, release: str, max_world: int) -> Iterator[View]:
-    """What each chosen rank of a configuration shows, from before to after its initialisation."""
-    config = random_config(rng, release, max_world)
-    for rank in config["ranks"]:
-        show = functools.partial(snapshot, config=config, rank=rank, release=release)
-        yield View(place(config, rank), show, is_nonsense(config))
-
-
-def place(config: Config, rank: int) -> str:
-    """A configuration and a rank in words."""
-    where = f"({config['kind']}) rank {rank} of {config['world_size']} {config['kwargs']}"
-    return f"{where} {config['environment'] or ''}"
-
-
 def _compare(report: Report, where: str, view: View, stock: Snapshot, candidate: Snapshot) -> None:
     """Report how the candidate differs from stock, and from all repaired ones."""
     report.ranks += 1
-    report.answers += 1 + sum(map(len, stock["answers"].values()))
-    report.answers += len(stock["groups"]) + len(stock["created"])
     differences = compare(stock, candidate, where, view.nonsense, view.is_written_to)
     for repaired in repaired_stocks(report.release) if differences else ():
         repaired_stock = view.show(repaired)

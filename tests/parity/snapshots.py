@@ -12,10 +12,12 @@ import torch.distributed.distributed_c10d as c10d
 
 from tests.parity.helpers import all_gather_groups, helpers
 from tests.parity.recording import Recorder, raised
-from tests.parity.surface import DEFAULT_ORDER, plain_calls, public_functions, stage_calls
+from tests.parity.surface import plain_calls, public_functions, stage_calls
 from tests.parity.watching import Client, Step, watch
+from tests.support import table
 
 Answers = dict[str, Any]
+AGAIN_CALLS = [text for (text,) in table("parity/again_calls.txt")]
 
 
 def everything(client: Client) -> Iterator[Step]:
@@ -68,17 +70,7 @@ def _again(client: Client, recorder: Recorder) -> Answers:
         client.initialise()
     except Exception as error:
         shown["the same"] = raised(error)
-    beyond = 2 * recorder.world + 1
-    for arguments in (
-        f"tensor_model_parallel_size={beyond}",
-        f"expert_model_parallel_size={beyond}",
-        f"order='{DEFAULT_ORDER}-zz'",
-        "use_sharp=True, sharp_enabled_group='x'",
-        "virtual_pipeline_model_parallel_size=2",
-        f"num_distributed_optimizer_instances={beyond}",
-    ):
-        shown[arguments] = recorder.call(f"initialize_model_parallel({arguments})")
-    return shown
+    return shown | recorder.ask(AGAIN_CALLS, beyond=2 * recorder.world + 1)
 
 
 def _destroyed(recorder: Recorder) -> Answers:

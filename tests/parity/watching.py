@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from tests.parity.comparing import Snapshot
 from tests.parity.configurations import initialisation
 from tests.parity.recording import Recorder, observed, raised
@@ -31,7 +28,6 @@ class Client:
     module: ModuleType
     config: Config
     release: str
-    restart: Callable[[], None]  # ends the default group and makes a new one
     recorder: Recorder | None = None  # None on real ranks
 
     @property
@@ -54,14 +50,12 @@ def watch(
 ) -> Snapshot:
     """What `program` shows of `module` as one rank of a world that is not there."""
     recorder = Recorder(module, config, rank, release)
-    world = config["world_size"]
-
-    def restart() -> None:
-        dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-
-    client = Client(module, config, release, restart, recorder)
-    with warnings.catch_warnings(), observed(recorder) if world else contextlib.nullcontext():
+    is_in_a_world = config["world_size"] > 0
+    client = Client(module, config, release, recorder)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        if is_in_a_world:
+            stack.enter_context(observed(recorder))
         warnings.simplefilter("ignore")
         snapshot = follow(program(client), recorder.ask_all)
         with contextlib.suppress(Exception):
@@ -83,4 +77,9 @@ def follow(steps: Iterator[Step], ask_all: Callable[[], dict[str, Any]]) -> Snap
         except Exception as error:
             place = traceback.format_exc().splitlines()[-3].strip()
             outcome = raised(error) | {"message": f"{error} ({place})"}
-    return {"outcome": outcome, "answers": answers, "created": Counter(), "groups": {}}
+    return {
+        "outcome": outcome,
+        "answers": answers,
+        "created": Counter(),
+        "groups": {},
+    }
