@@ -1,8 +1,5 @@
 """Transformer Engine's groups: which ranks, under which names, and what its own classes do."""
 
-import ast
-import functools
-
 import pytest
 import torch.distributed as dist
 
@@ -11,10 +8,6 @@ from compat.state import ParallelState
 from hypergrid import HyperCommGrid, RankLayout
 from tests.support import table, te_on_cpu
 
-PYTORCH = te_on_cpu.SOURCE / "transformer_engine" / "pytorch"
-fetched = pytest.mark.skipif(
-    not PYTORCH.is_dir(), reason="no source of transformer-engine: run scripts/fetch_forerunners"
-)
 ranks = dist.get_process_group_ranks
 
 
@@ -74,37 +67,22 @@ def test_a_scope_of_one_rank_is_a_group_and_never_none_which_means_the_world(fak
     assert ranks(te.amax_group(grid)) == ranks(te.amax_group(grid, tp_only=True)) == [3]
 
 
-@functools.cache
-def ring_formula():
-    """Where a rank sends to, as Transformer Engine's source computes it."""
-    file = PYTORCH / "attention" / "dot_product_attention" / "context_parallel.py"
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "send_dst":
-            return compile(ast.Expression(node.value), str(file), "eval")
-
-
-def sends_to(context):
-    a2a, p2p = context["cp_group"]
-    names = {"cp_global_ranks": context["cp_global_ranks"], "rank": p2p.rank()}
-    names |= {"cp_size": p2p.size(), "cp_size_a2a": a2a.size(), "rank_a2a": a2a.rank()}
-    return eval(ring_formula(), names)
-
-
-@fetched
 @pytest.mark.parametrize("row", table("transformer_engine/rings.txt"))
-def test_the_ring_of_transformer_engine_stays_inside_p2p_and_a2a_are_neighbours(fake_world, row):
+def test_a2a_are_neighbours_and_p2p_is_the_ring_of_every_such_rank(fake_world, row):
+    """Transformer Engine finds whom to send to in cp_global_ranks, size of a2a places further."""
     arguments, sizes, layout = (eval(cell) for cell in row)
     for rank in range(16):
         fake_world(16, rank=rank)
         state = ParallelState.create(**arguments)
         grid = with_groups(sizes)
         cp_ranks = RankLayout(tuple(layout), tuple(layout.values())).group(rank, "cp")
+        position = cp_ranks.index(rank) % sizes["a2a"]
         for source in (grid, state):
             context = te.cp_args(source, "a2a+p2p")
             assert context["cp_global_ranks"] == cp_ranks
             neighbours, ring = (ranks(group) for group in context["cp_group"])
             first = cp_ranks.index(neighbours[0])
             assert neighbours == cp_ranks[first : first + sizes["a2a"]]
-            assert sends_to(context) == ring[(ring.index(rank) + 1) % sizes["p2p"]]
+            assert ring == cp_ranks[position :: sizes["a2a"]]
         state.destroy()
         grid.destroy()
