@@ -1,6 +1,5 @@
 """A start warns of groups of tp that span hosts where other places, or another order, avoid it."""
 
-import os
 import socket
 import warnings
 from unittest import mock
@@ -47,21 +46,9 @@ def test_where_warnings_are_errors_the_rank_that_warns_has_its_groups_as_all_oth
 
 
 @on_ranks(4)
-def test_an_order_that_spreads_tp_over_hosts_is_warned_of_with_the_order_that_does_not(rank):
-    (sentence,), *_ = warned(rank, "aabb", order="dp-tp-pp-cp-ep")
-    assert "None would with the order tp-dp-pp-cp-ep (HYPERGRID_ORDER" in sentence
-
-
-@on_ranks(4)
 @pytest.mark.parametrize("hosts", ["aabb", "aaaa", "abcd"])
 def test_nothing_is_said_where_tp_is_inside_hosts_or_no_host_could_hold_it(rank, hosts):
     assert warned(rank, hosts) == [[], [], [], []]
-
-
-@on_ranks(4)
-def test_the_name_of_a_host_prints_no_line_of_its_own(rank):
-    (sentence,), *_ = warned(rank, ["a\nhypergrid: all is well", "b"] * 2)
-    assert "a\\nhypergrid: all is well, b" in sentence and "\n" not in sentence
 
 
 @on_ranks(4)
@@ -71,12 +58,6 @@ def test_the_first_rank_reads_all_hosts_in_two_messages_and_the_others_write_one
         warned(rank, "abab")
     reads = {"check": 1, "multi_get": 1} if rank == 0 else {}
     assert counting.counts == {"set": 1, **reads}
-
-
-@on_ranks(2)
-def test_without_an_agreement_of_ranks_there_is_no_word_on_hosts(rank):
-    os.environ["HYPERGRID_AGREEMENT"] = "0"
-    assert warned(rank, "ab") == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +76,3 @@ def test_a_way_is_named_only_where_fewer_groups_would_span_hosts(hosts, expected
     sentence = tp_across_hosts(layout, "tp-cp-ep-dp-pp", list(hosts))
     assert expected in sentence
     assert bool(expected) == bool(sentence)
-
-
-def test_interleaved_ranks_in_an_order_that_spreads_them_need_both_ways():
-    layout = RankLayout(("dp", "tp"), (4, 2))
-    sentence = tp_across_hosts(layout, "dp-tp", list("abbabaab"))
-    assert "None would with the ranks of each host next to each other" in sentence
-    assert "and the order tp-dp (HYPERGRID_ORDER" in sentence

@@ -23,7 +23,6 @@ Hangs and failures
     recorded        the files that a rank leaves: flight recorder, stacks, groups
     soaking         promises about failures, tried as often as asked
     chaos           one random fault at a random Python call, and the laws for what follows
-    restarting      a program that NVRx begins again after a failure
     hostile         garbled and absurd files for the command line
     cluster_scripts scripts of clusters and what they launch; what bash makes of one command
 Programs and pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import warnings
@@ -24,7 +25,13 @@ from compat.state import ParallelState  # noqa: E402
 from hypergrid import HyperCommGrid  # noqa: E402
 from tests.support import forked  # noqa: E402
 
-CACHED = distributed.get_distributed_world_size, distributed.get_distributed_rank
+# All that Transformer Engine caches of a group.
+CACHED = [
+    function
+    for function in vars(distributed).values()
+    if hasattr(function, "__wrapped__") and hasattr(function, "cache_info")
+    if "group" in inspect.signature(function).parameters
+]
 
 
 def a_layer(**kwargs):
@@ -70,20 +77,6 @@ def applied(rank):
                 )
             )
     return outcome
-
-
-def built(rank):
-    """The sizes of modules that are given their group as they are built."""
-    grid, _ = grid_and_state()
-    tp, kwargs = grid.get_pg("tp"), te.tp_args(grid)
-    modules = [
-        pytorch.Linear(32, 64, device="cpu", parallel_mode="column", **kwargs),
-        pytorch.LayerNormLinear(32, 64, device="cpu", parallel_mode="column", **kwargs),
-        pytorch.ops.Linear(
-            32, 64, device="cpu", tensor_parallel_mode="column", tensor_parallel_group=tp
-        ),
-    ]
-    return [next(p.shape[0] for p in m.parameters() if p.dim() == 2) for m in modules]
 
 
 def greatest(rank, group):
@@ -134,12 +127,12 @@ def destroyed(rank):
 
 
 def too_early(rank):
-    """The size of the world, asked of Transformer Engine too early, and after our arguments."""
+    """The size of the world, asked too early and after our arguments; part of 128 hidden units."""
     answers = [distributed.get_distributed_world_size()]  # the answer from before the fork
     grid = HyperCommGrid([2, 4], ["tp", "dp"])
     te_on_cpu.create_groups(grid)
-    a_layer(**te.tp_args(grid))
-    return [*answers, distributed.get_distributed_world_size()]
+    layer = a_layer(**te.tp_args(grid))
+    return [*answers, distributed.get_distributed_world_size(), len(layer.layernorm_mlp.fc1_bias)]
 
 
 if __name__ == "__main__":
