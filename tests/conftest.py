@@ -28,7 +28,7 @@ IN_PROCESS_OF = "HYPERGRID_TESTS_OF_RELEASE"  # the release whose own process th
 WAITING = (
     *("agreement/test_agreement.py", "agreement/test_waits.py"),
     *("groups/test_abort.py", "groups/test_gloo.py"),
-    *(f"hangs/test_{each}.py" for each in ("hangs", "own_hangs", "record")),
+    *(f"hangs/test_{each}.py" for each in ("hangs", "record")),
     *(f"megatron/test_{each}.py" for each in ("faults", "hanging_gpt", "timeouts", "torchrun")),
     *("resiliency/test_resiliency.py", "scripts/test_gpu_check.py"),
 )

@@ -638,8 +638,9 @@ def replaced_functions() -> dict[str, Callable[..., Any]]:
     for name, original in _originals.items():
         if _namespace[name] is not original:
             replaced[name] = _namespace[name]
-    own_generator = _originals["RankGenerator"]
-    if dict(vars(own_generator)) != _generator_parts:  # a method was replaced in the class
+    own_generator = _originals.get("RankGenerator")
+    if own_generator is not None and dict(vars(own_generator)) != _generator_parts:
+        # A method was replaced in the class.
         replaced.setdefault("RankGenerator", own_generator)
     new_group = _dist().new_group
     if creation.is_replaced(new_group) and not hasattr(new_group, MEMBERS_ONLY):

@@ -42,11 +42,6 @@ def test_the_verdict_comes_first_and_the_status_is_1(recorded):
     assert "\n  Next: read the stack of rank 3" in output
 
 
-def test_the_same_as_json(recorded):
-    verdict = json.loads(run(f"diagnose {recorded} --json", status=1))
-    assert (verdict["kind"], verdict["ranks"], verdict["members"]) == ("never entered", [3], [2, 3])
-
-
 def test_the_verdict_is_printed_before_a_page_that_cannot_be_written(recorded):
     output = run(
         f"diagnose {recorded} --html {recorded / 'no' / 'page.html'}", 2, prints_first=True

@@ -10,13 +10,15 @@ import pytest
 from compat.cli import asking
 from tests.cli.test_cli import layout, run
 from tests.support import hostile
+from tests.support.forked import on_ranks
 
 CONTROL = "\x1b[2J\x07\u202e"
 CHARACTERS = {"\x1b", "\x07", "\u202e"}
 SIZES = "--world-size 8 --tp 2"
 
 
-def test_mutated_files_and_texts_give_an_answer_or_one_sentence():
+@on_ranks(1, backend="", timeout=200)
+def test_mutated_files_and_texts_give_an_answer_or_one_sentence(rank):
     """As ``scripts/dev/hostile``, which tries 10,000."""
     assert list(hostile.findings(range(300))) == []
 

@@ -11,15 +11,12 @@ Ranks
 Oracles
     stock           Megatron's own modules, of each release
     forerunners     the classes that ours replaces in other projects
-    te_on_cpu       Transformer Engine, without a GPU
-    peer            torch's and NVRx's analyses of flight recorders
+     te_on_cpu       Transformer Engine, without a GPU
 Hangs and failures
-    hung            real ranks that hang, and what they leave
-    hanging         the demo's GPT, hung in one way after the other
-    programs        random programs of many ranks, with a fault in one
-    simulation      runs such a program and writes its dumps; `degraded` writes some of them
-    laws            measures the verdicts on these dumps
-    replay          a real hang's calls as such a program
+    programs        programs of many ranks: written as lines of text, or random with a fault in one
+    hanging         real ranks that make such calls, or train the demo's GPT, and hang
+    simulation      runs a program without ranks, and writes its dumps
+    laws            measures the verdicts on these dumps, and on some of them
     recorded        the files that a rank leaves: flight recorder, stacks, groups
     soaking         promises about failures, tried as often as asked
     chaos           one random fault at a random Python call, and the laws for what follows

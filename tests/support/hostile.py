@@ -25,7 +25,6 @@ from unittest import mock
 from click.testing import CliRunner
 
 from compat.cli.app import app
-from tests.support import forked
 
 SECONDS = 5  # of the processor
 BYTES = 1 << 30  # of memory more than the interpreter has
@@ -186,39 +185,26 @@ def case(number: int, seed: int = 1) -> Case:
 
 
 def findings(numbers: Iterable[int], seed: int = 1) -> Iterator[tuple[int, str]]:
-    """Run these cases in forked processes of bounded time and memory; which have findings.
+    """Run these cases in this process, whose memory is limited from then on; those with findings.
 
-    A process that a case ends is followed by one for the cases after it.
+    A case that takes too long in C is a finding when it is back in Python.
     """
-    remaining = list(numbers)
     _seeds()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        while remaining:
-            work = functools.partial(_work, remaining[:100], seed, directory)
-            worker = forked.fork_logged(work, directory / "log")
-            # A case that waits for something uses no time of the processor.
-            (status,) = forked.statuses({worker: 0}, 120).values()
-            for line in (directory / "findings").read_text().splitlines():
-                number = remaining.pop(0)
-                if line != "''":
-                    yield number, line
-            if status:
-                limits = f"more than {SECONDS} s of CPU, or of memory, or a wait"
-                yield remaining.pop(0), f"status {status}: {limits}"
-
-
-def _work(numbers: list[int], seed: int, directory: Path) -> None:
-    """Write a line for each case: its finding, or an empty text."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    with (directory / "findings").open("w", buffering=1) as file:
+    signal.signal(signal.SIGPROF, _end_late)
+    with tempfile.TemporaryDirectory() as directory:
         for number in numbers:
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
-                finding = case(number, seed).run(directory)
-            except BaseException as error:
+                finding = case(number, seed).run(Path(directory))
+            except (TimeoutError, MemoryError) as error:
                 finding = f"{type(error).__name__}: {error}"
             signal.setitimer(signal.ITIMER_PROF, 0)
-            print(ascii(finding), file=file)
+            if finding:
+                yield number, finding
+
+
+def _end_late(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS} s of CPU")

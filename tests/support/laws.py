@@ -3,13 +3,11 @@
 Whoever is named with certainty is guilty, always. And of programs with one fault that hang, the
 guilty rank is named first in nine of ten. What most ranks do is the program: where most made the
 same fault, equal dumps come of a program in which the others are guilty, so neither law asks who
-it was. ``compared`` measures other analyses on the same programs.
+it was.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import random
 import tempfile
 from collections import Counter
@@ -19,29 +17,32 @@ from pathlib import Path
 
 from hypergrid.hangs.reading import read
 from hypergrid.hangs.verdict import Diagnosis, diagnose
-from tests.support import degraded, peer, simulation
+from tests.support import simulation
 from tests.support.programs import (
     FAULTS,
-    Program,
     injected,
     random_program,
-    with_rare_calls,
     with_sends_in_the_world,
-    with_two_backends,
-    without_line,
 )
+from tests.support.recorded import START
 from tests.support.simulation import Run
 
+# What is wrong with the evidence of a hang. The first is that of all ranks.
+KINDS = (
+    "whole",
+    "one innocent missing",
+    "guilty missing",
+    "several missing",
+    "a host of eight missing",
+    "short buffer",
+    "different moments",
+    "stacks missing",
+)
 # Of each kind of evidence, in how many hangs a guilty rank must be named first, and with certainty.
 GOALS = {
-    "whole": (0.9, 0.57),
+    "whole": (0.9, 0.58),
     "one innocent missing, varied": (0.8, 1 / 3),
-    "whole, a rare call": (0.8, 0.4),
-    "whole, a rare call is left out": (0.35, 0),
-    "whole, two backends": (0.85, 0.5),
 }
-# The evidence of programs on two backends.
-KINDS_OF_BOTH = ("whole", "one innocent missing", "short buffer", "stacks missing")
 
 
 @dataclass
@@ -56,32 +57,28 @@ class Case:
     early: frozenset[int] = frozenset()  # ranks that wrote before the end
 
     @property
-    def named(self) -> set[int]:
-        return set(self.diagnosis.ranks)
-
-    @property
-    def guilty(self) -> set[int]:
-        return set(self.run.program.guilty)
-
-    @property
-    def wrong(self) -> bool:
+    def is_wrong(self) -> bool:
         """Whether an innocent is named with certainty, or waiting ranks are said to be well."""
         if not self.diagnosis.certain:
             return False
-        is_innocent_named = not self.outvoted and not self.named <= self.guilty
-        is_well = self.diagnosis.ok or self.diagnosis.kind == "slow"
+        named = set(self.diagnosis.ranks)
+        is_innocent_named = not self.outvoted and not named <= self.run.program.guilty.keys()
+        is_well = self.diagnosis.kind in ("ok", "slow")
         waiting_ranks = {process.rank for process in self.run.processes if process.waiting_in}
         return is_innocent_named or (is_well and not waiting_ranks <= self.early)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether a guilty rank is named first."""
+        return bool({*self.diagnosis.ranks[:1]} & self.run.program.guilty.keys())
 
     def __str__(self) -> str:
         program = self.run.program
         backend = program.prefix or ("nccl" if program.nccl else "gloo")
-        recorded = " stacks" * program.stacks + " p2p" * program.p2p
         certainty = "certain" if self.diagnosis.certain else "not certain"
         return (
-            f"{self.kind}, seed {self.seed}: {program.guilty} of {program.world} on {backend}"
-            f"{recorded}; {self.diagnosis.kind} {self.diagnosis.ranks} {certainty}: "
-            f"{self.diagnosis.sentence}"
+            f"{self.kind}, seed {self.seed}: {program.guilty} of {program.world} on {backend}; "
+            f"{self.diagnosis.kind} {self.diagnosis.ranks} {certainty}: {self.diagnosis.sentence}"
         )
 
 
@@ -117,75 +114,21 @@ def hanging(seed: int, several: bool = False, varied: bool = False) -> tuple[Run
     return None if run.finished else (run, is_outvoted)
 
 
-def with_a_rare_call(seed: int, left_out: bool) -> Run | None:
-    """A random program in which few ranks call each other once; None where nobody hangs.
-
-    One of them leaves that out, or a rank has another fault.
-    """
-    rng = random.Random(f"{seed} rare")
-    program, line = with_rare_calls(random_program(rng, steps=rng.randint(2, 5)), rng)
-    faulty: Program | None
-    if left_out:
-        faulty = without_line(program, line, rng)
-    else:
-        faulty = injected(program, rng.choice(FAULTS), rng.randrange(program.world), rng)
-    if faulty is None:
-        return None
-    run = Run(faulty, rng)
-    return None if run.finished else run
-
-
-def judged_with_a_rare_call(seed: int) -> Iterator[Case]:
-    """The verdicts on both."""
-    for left_out in (False, True):
-        run = with_a_rare_call(seed, left_out)
-        if run is not None:
-            kind = "whole, a rare call is left out" if left_out else "whole, a rare call"
-            yield Case(seed, kind, run, verdict(run), outvoted=False)
-
-
-def hanging_on_two_backends(seed: int) -> Run | None:
-    """A random program on NCCL and gloo that hangs by one fault; None where nobody hangs."""
-    rng = random.Random(f"{seed} two backends")
-    program = random_program(rng, steps=rng.randint(2, 5))
-    if rng.random() < 0.5:
-        program = with_sends_in_the_world(program)
-    program = with_two_backends(program, rng)
-    fault = rng.choice((*FAULTS, "device"))
-    faulty = injected(program, fault, rng.randrange(program.world), rng)
-    if faulty is None:
-        return None
-    run = Run(faulty, rng)
-    return None if run.finished else run
-
-
-def judged_on_two_backends(seed: int) -> Iterator[Case]:
-    """The verdicts on it, by the kind of evidence."""
-    run = hanging_on_two_backends(seed)
-    if run is not None:
-        for kind in KINDS_OF_BOTH:
-            yield from _judged(seed, run, kind, f"{kind}, two backends")
-
-
 def judged(
     seed: int, several: bool = False, kinds: Iterable[str] = ("whole",), varied: bool = False
 ) -> Iterator[Case]:
-    """The verdicts on it, by the kind of evidence."""
+    """The verdicts on it, by the kind of evidence; none where the program is too small for it."""
     hang = hanging(seed, several, varied)
     if hang is None:
         return
     run, is_outvoted = hang
     for kind in kinds:
-        title = f"{kind}, varied" if varied else kind
-        yield from _judged(seed, run, kind, title, is_outvoted)
-
-
-def _judged(seed: int, run: Run, kind: str, title: str, outvoted: bool = False) -> Iterator[Case]:
-    """The verdict on one kind of evidence; none where the program is too small for it."""
-    with tempfile.TemporaryDirectory() as directory:
-        early = degraded.write(run, Path(directory), kind, random.Random(f"{seed} {kind}"))
-        if early is not None:
-            yield Case(seed, title, run, diagnose(read(directory)), outvoted, early)
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            early = write_degraded(run, directory, kind, random.Random(f"{seed} {kind}"))
+            if early is not None:
+                title = f"{kind}, varied" if varied else kind
+                yield Case(seed, title, run, diagnose(read(directory)), is_outvoted, early)
 
 
 def verdict(run: Run) -> Diagnosis:
@@ -193,6 +136,65 @@ def verdict(run: Run) -> Diagnosis:
     with tempfile.TemporaryDirectory() as directory:
         simulation.write(run, Path(directory))
         return diagnose(read(directory))
+
+
+def summary(diagnosis: Diagnosis) -> str:
+    """Kind and ranks, such as "never entered 3, certain"."""
+    words = " ".join([diagnosis.kind, *map(str, diagnosis.ranks)])
+    return f"{words}, certain" if diagnosis.certain else words
+
+
+def write_degraded(
+    run: Run, directory: Path, kind: str, rng: random.Random
+) -> frozenset[int] | None:
+    """Write the dumps of a run as this kind of evidence, and give the ranks that wrote early.
+
+    None if the program is too small for it.
+    """
+    program = run.program
+    world = range(program.world)
+    steps = len(program.steps[0])
+    buffer = None
+    moments: dict[int, int] = {}
+    missing: Iterable[int] = ()
+    match kind:
+        case "one innocent missing":
+            innocent = sorted(set(world) - program.guilty.keys())
+            # Of two ranks, all that is left would be the guilty rank's own file.
+            if len(world) < 3 or not innocent:
+                return None
+            missing = rng.sample(innocent, 1)
+        case "guilty missing":
+            missing = program.guilty
+        case "several missing":
+            missing = rng.sample(world, min(rng.randint(2, 3), len(world) - 1))
+        case "a host of eight missing":
+            hosts = [world[first : first + 8] for first in range(0, len(world), 8)]
+            missing = rng.choice(hosts)
+            if len(hosts) < 2:
+                return None
+        case "short buffer":
+            calls_of_a_step = len(program.ops[0]) // (steps + 1)
+            buffer = rng.randint(2, max(2, calls_of_a_step))
+        case "different moments":
+            early = rng.sample(world, rng.randint(1, len(world)))
+            last_clock = max(process.clock for process in run.processes)
+            begin = last_clock - (last_clock - START) // max(1, steps)
+            for rank in early:
+                moments[rank] = rng.randint(begin, rng.choice((last_clock, run.end)))
+    simulation.write(run, directory, moments, buffer)
+    names = ["trace_{}", "stack_{}.json"]
+    if kind == "stacks missing":
+        # And with them, of gloo, the sends.
+        missing = world if rng.random() < 0.5 else rng.sample(world, rng.randint(1, len(world)))
+        names = ["stack_{}.json"]
+    # Files of groups are written at the start, and may be elsewhere.
+    elif rng.random() >= 0.5:
+        names.append("groups_{}.json")
+    for rank in missing:
+        for name in names:
+            (directory / name.format(rank)).unlink(missing_ok=True)
+    return frozenset(moments)
 
 
 @dataclass
@@ -204,14 +206,12 @@ class Tally:
     missed: list[str] = field(default_factory=list)
 
     def add(self, case: Case) -> None:
-        diagnosis = case.diagnosis
-        is_first = bool(case.named) and diagnosis.ranks[0] in case.guilty
         self.counts["cases"] += 1
-        self.counts["first"] += is_first
-        self.counts["certain"] += bool(case.named) and diagnosis.certain
-        if case.wrong:
+        self.counts["first"] += case.is_first
+        self.counts["certain"] += bool(case.diagnosis.ranks) and case.diagnosis.certain
+        if case.is_wrong:
             self.wrong.append(str(case))
-        if not is_first:
+        if not case.is_first:
             self.missed.append(str(case))
 
     def merge(self, tally: Tally) -> None:
@@ -237,76 +237,13 @@ class Tally:
 def tally(seeds: Iterable[int], several: bool = False, only: str = "") -> dict[str, Tally]:
     """The verdicts on these programs, by the kind of evidence; ``only``: with one kind."""
     tallies: dict[str, Tally] = {}
+    kinds = [only] if only else KINDS
     for seed in seeds:
         cases: list[Case] = []
         if only in ("", "whole"):
             cases += judged(seed, several)
-        if only in ("", "a rare call") and not several:
-            cases += judged_with_a_rare_call(seed)
-        if only in ("", "two backends") and not several:
-            cases += judged_on_two_backends(seed)
-        if only not in ("whole", "a rare call", "two backends"):
-            cases += judged(seed, several, [only] if only else degraded.KINDS, varied=True)
+        if only != "whole":
+            cases += judged(seed, several, kinds, varied=True)
         for case in cases:
             tallies.setdefault(case.kind, Tally()).add(case)
     return tallies
-
-
-# Comparison with other analyses.
-
-
-def hypergrid_diagnose(directory: Path) -> peer.Said:
-    """Our verdict in the form of the others'."""
-    diagnosis = diagnose(read(directory))
-    return peer.Said(diagnosis.sentence, set(diagnosis.ranks), "")
-
-
-ANALYSES = {
-    "fr_attribution": peer.fr_attribution,
-    "hypergrid diagnose": hypergrid_diagnose,
-    "torchfrtrace": peer.torchfrtrace,
-}
-
-
-def compared(seeds: Iterable[int], kind: str = "whole") -> Counter[tuple[str, str, str]]:
-    """How often each analysis did what with each backend's dumps: (backend, analysis, column)."""
-    counts = Counter[tuple[str, str, str]]()
-    for seed in seeds:
-        hang = hanging(seed)
-        if hang is None:
-            continue
-        run, _ = hang
-        backend = "NCCL" if run.program.nccl else "gloo"
-        with tempfile.TemporaryDirectory() as name:
-            directory = Path(name)
-            if degraded.write(run, directory, kind, random.Random(f"{seed} {kind}")) is None:
-                continue
-            peer.with_members(directory, [*run.groups.items()])
-            for analysis, judge in ANALYSES.items():
-                with contextlib.redirect_stdout(io.StringIO()):
-                    answer = judge(directory)
-                guilty = answer.ranks & run.program.guilty.keys()
-                innocent = answer.ranks - guilty
-                counts[backend, analysis, "hangs"] += 1
-                counts[backend, analysis, "guilty"] += bool(guilty)
-                counts[backend, analysis, "alone"] += bool(guilty) and not innocent
-                counts[backend, analysis, "innocent"] += len(innocent)
-                counts[backend, analysis, "error"] += bool(answer.error)
-    return counts
-
-
-def table(counts: Counter[tuple[str, str, str]]) -> Iterator[str]:
-    """``compared`` in Markdown, as in docs/hangs.md."""
-    yield (
-        "| Dumps of | Analysis | names the guilty rank | and nobody else | innocent ranks per hang "
-        "| ends in an error |"
-    )
-    yield "|---|---|---|---|---|---|"
-    for backend in ("NCCL", "gloo"):
-        for analysis in ANALYSES:
-            hangs = counts[backend, analysis, "hangs"]
-            cells = [f"{backend} ({hangs})", f"`{analysis}`"]
-            for column in ("guilty", "alone", "innocent", "error"):
-                share = counts[backend, analysis, column] / max(1, hangs)
-                cells.append(f"{share:.1f}" if column == "innocent" else f"{share:.0%}")
-            yield f"| {' | '.join(cells)} |"

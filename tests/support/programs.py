@@ -1,15 +1,18 @@
-"""Random programs of many ranks, one of which does something wrong.
+"""Programs of many ranks, one of which does something wrong: written as rows, or random.
 
-``random_program`` draws what each rank calls, as one training script has it, and ``injected`` puts
-a fault into one rank's calls. ``simulation`` runs such a program. What a seed draws never changes:
-rows of tests name seeds.
+``written_program`` reads the lines of a case in a text file. ``random_program`` draws what each
+rank calls, as one training script has it, and ``injected`` puts a fault into one rank's calls.
+``simulation`` runs a program, and ``hanging`` has real ranks make its calls. What a seed draws
+never changes: rows of tests name seeds.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hypergrid.layout import RankLayout
 
@@ -18,14 +21,6 @@ WRONG_CALLS = ("skip", "extra", "swap", "group", "peer", "size", "dtype", "opera
 FAULTS = (*WRONG_CALLS, *NO_COMMUNICATION)
 COLLECTIVES = ("all_reduce", "all_gather", "_allgather_base", "_reduce_scatter_base", "broadcast")
 MOST_RANKS = 16
-# Errors of a rank's own that sound as if they came from others.
-OWN_ERRORS = (
-    "TimeoutError: Read timed out.",
-    "ConnectionResetError: [Errno 104] Connection reset by peer",
-    "DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
-    ":3780, unhandled cuda error, NCCL version 2.28.9\n"
-    "ncclUnhandledCudaError: Call to CUDA function failed.",
-)
 # The labels of which a script draws no calls at random.
 PIPELINE = ("PP", "EMBEDDING")
 
@@ -46,8 +41,6 @@ class Op:
     later: bool = False  # it goes on in the background
     parts: tuple[Op, ...] = ()
     line: int = 0
-    root: int = 0  # torch does not record it
-    on_cpu: bool = False  # by gloo, in a group that has NCCL too
 
     @property
     def is_call(self) -> bool:
@@ -93,6 +86,96 @@ class Program:
         ops = [*self.ops]
         ops[rank] = rank_ops
         return replace(self, ops=ops)
+
+
+# Programs and recordings that are written as lines of text.
+
+# "tp", "tp=broadcast...", "tp=all_reduce[5]/Half", "tp=send_0->1": of the rank's group "tp".
+_CALL = re.compile(
+    r"(?P<group>\w+)(=(?P<name>[\w<>=-]+))?(\[(?P<size>\d+)\])?(/(?P<dtype>\w+))?(?P<end>.*)"
+)
+
+
+@dataclass(frozen=True)
+class WrittenCall:
+    """One word of a line of calls; ``end`` says whether the call ended."""
+
+    group: str
+    name: str
+    size: int
+    dtype: str
+    end: str
+
+
+def cases(file: Path) -> dict[str, list[tuple[str, str]]]:
+    """The cases of a text file by name: lines of (subject, text), such as ("calls 0 1", "tp")."""
+    lines_of: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for line in file.read_text().splitlines():
+        if line.startswith("  "):
+            subject, _, text = line.strip().partition("  ")
+            lines_of[name].append((subject, text.strip()))
+        elif line and not line.startswith("#"):
+            name = line
+            lines_of[name] = []
+    return lines_of
+
+
+def written_calls(text: str) -> Iterator[WrittenCall]:
+    """Such as "tp (dp=broadcast)*2 dp..."."""
+    text = re.sub(r"\((.*?)\)\*(\d+)", lambda part: f"{part[1]} " * int(part[2]), text)
+    for word in text.split():
+        part = _CALL.fullmatch(word)
+        assert part, word
+        name = part["name"] or "all_reduce"
+        yield WrittenCall(
+            part["group"], name, int(part["size"] or 4), part["dtype"] or "Float", part["end"]
+        )
+
+
+def written_program(lines: Iterable[tuple[str, str]]) -> Program:
+    """The program that these lines of a case say; others are not for it.
+
+    ranks N             how many ranks there are
+    group NAME  0 1, 2  the members of the groups of this name
+    calls [RANKS]       what these ranks then call, or all
+    raise RANKS         they raise this error
+    do RANKS            they are "stuck", "stop" or "die"
+    """
+    program = Program([], {}, [], nccl=False, stacks=True)
+    for subject, text in lines:
+        word, *words = subject.split()
+        if word == "ranks":
+            program.ops = [[] for _ in range(int(text))]
+            program.groups["default_pg"] = [tuple(range(int(text)))]
+        elif word == "group":
+            members = [tuple(map(int, ranks.split())) for ranks in text.split(",")]
+            program.groups[words[0]] = members
+        elif word in ("calls", "raise", "do"):
+            ops = [Op("raise" if word == "raise" else text)]
+            if word == "calls":
+                ops = written_ops(text)
+            elif word == "raise":
+                program.error = text
+            for rank in map(int, words or range(program.world)):
+                program.ops[rank] += ops
+    return program
+
+
+def written_ops(text: str) -> list[Op]:
+    """The calls of a text; the peer of "send_0->1" and of "recv_1<-0" is the second number."""
+    ops = []
+    for call in written_calls(text):
+        label = "default_pg" if call.group == "world" else call.group
+        transfer = re.fullmatch(r"(send|recv)_\d+(?:->|<-)(\d+)", call.name)
+        if transfer:
+            ops.append(Op(transfer[1], label, call.size, peer=int(transfer[2])))
+        else:
+            ops.append(Op(call.name, label, call.size, call.dtype))
+    return ops
+
+
+# Random programs.
 
 
 def random_program(rng: random.Random, *, steps: int = 4) -> Program:
@@ -273,77 +356,7 @@ def _batch(parts: list[Op]) -> list[Op]:
     return [Op("batch", "PP", parts=tuple(parts), line=6)] if parts else []
 
 
-def with_rare_calls(program: Program, rng: random.Random) -> tuple[Program, int]:
-    """The same program, in which few ranks once call each other; and the line of that call.
-
-    They reduce in a group of two or of three to eight, or one sends to another: who writes a log or
-    a checkpoint.
-    """
-    line = 90
-    step = rng.randrange(1, len(program.steps[0]))
-    size = 2 if rng.random() < 0.6 else rng.randint(3, 8)
-    members = tuple(sorted(rng.sample(range(program.world), min(size, program.world))))
-    groups = program.groups | {"LOG": [members]}
-    ops_of = {}
-    if len(members) == 2 and rng.random() < 0.5:
-        groups = program.groups
-        sender, receiver = rng.sample(members, 2)
-        ops_of[sender] = Op("send", "default_pg", 8, peer=receiver, line=line)
-        ops_of[receiver] = Op("recv", "default_pg", 8, peer=sender, line=line)
-    else:
-        ops_of = dict.fromkeys(members, Op(rng.choice(COLLECTIVES), "LOG", 8, line=line))
-    ops = [*program.ops]
-    steps = [*program.steps]
-    for rank, op in ops_of.items():
-        place = steps[rank][step]
-        ops[rank] = [*ops[rank][:place], op, *ops[rank][place:]]
-        steps[rank] = [start + (start > place) for start in steps[rank]]
-    error = rng.choice(OWN_ERRORS)
-    return replace(program, ops=ops, groups=groups, steps=steps, error=error), line
-
-
-def with_two_backends(program: Program, rng: random.Random) -> Program:
-    """The same program on NCCL, some of whose tensors are on the CPU: gloo takes these.
-
-    A group then has two backends, each of which numbers its calls on its own. What a stage sends to
-    the next may be on the CPU, also as a part of a batch. And a batch may have two of each part:
-    all of one batch have one number.
-    """
-    lines = {op.line for ops in program.ops for op in ops if _is_blocking_collective(op)}
-    lines_on_cpu = {line for line in sorted(lines) if rng.random() < 0.4}
-    is_forward_on_cpu = rng.random() < 0.5
-    copies = rng.choice((1, 2))
-    ops = []
-    for rank, rank_ops in enumerate(program.ops):
-        new_ops = []
-        for op in rank_ops:
-            members = program.group_of(rank, op.group)
-            if not op.is_p2p:
-                new_ops.append(replace(op, on_cpu=op.line in lines_on_cpu))
-                continue
-            parts = []
-            for part in op.parts or [op]:
-                is_forward = (part.do == "send") == (members[part.peer] > rank)
-                part = replace(part, on_cpu=is_forward and is_forward_on_cpu)
-                parts += [part] * (copies if op.parts else 1)
-            new_ops.append(replace(op, parts=tuple(parts)) if op.parts else parts[0])
-        ops.append(new_ops)
-    return replace(program, ops=ops, nccl=True, p2p=program.stacks and rng.random() < 0.5)
-
-
-def _is_blocking_collective(op: Op) -> bool:
-    return op.is_call and not op.is_p2p and not op.later
-
-
 # Faults.
-
-
-def without_line(program: Program, line: int, rng: random.Random) -> Program:
-    """The program in which one of the ranks that call in a line leaves that out."""
-    ranks = [rank for rank, ops in enumerate(program.ops) if any(op.line == line for op in ops)]
-    rank = rng.choice(ranks)
-    faulty = program.with_ops_of(rank, [op for op in program.ops[rank] if op.line != line])
-    return replace(faulty, guilty={rank: "skip"})
 
 
 def injected(program: Program, fault: str, rank: int, rng: random.Random) -> Program | None:
@@ -369,8 +382,6 @@ def _fits(program: Program, ops: Sequence[Op], place: int, fault: str) -> bool:
     op = ops[place]
     if fault in (*NO_COMMUNICATION, "skip", "extra"):
         return op.is_call
-    if fault == "root":
-        return op.do == "broadcast"
     if fault == "swap":
         following = ops[place + 1] if place + 1 < len(ops) else Op("sync")
         is_same = replace(op, line=0) == replace(following, line=0)
@@ -412,10 +423,6 @@ def _replacement(
             return [_to_a_wrong_peer(program, rank, op, rng)]
         case "size":
             return [replace(op, size=op.size + rng.choice((-1, 1)))]
-        case "root":
-            return [replace(op, root=1)]
-        case "device":
-            return [replace(op, on_cpu=not op.on_cpu)]
         case "dtype":
             return [replace(op, dtype="Double")]
         case "operation":

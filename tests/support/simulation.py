@@ -2,8 +2,7 @@
 
 It knows nothing of how hangs are diagnosed. A collective ends when all members are in it with equal
 arguments, a send when its receive is there. With NCCL a rank enqueues calls until it needs a
-result, and its device makes them in order; with gloo it waits in each call. On both, it waits in
-those of gloo while its device goes on.
+result, and its device makes them in order; with gloo it waits in each call.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ class Call:
 
     op: Op
     group: str  # torch's name
-    # Of the collectives of its group and backend until then, and of its sends.
+    # Of the collectives of its group until then, and of its sends.
     numbers: tuple[int, int]
     created: int
     started: int = 0
@@ -68,10 +67,9 @@ class Process:
         self.device_clock = START
         self.queue: deque[Call | None] = deque()  # None: wait for the calls in the background
         self.current: Call | None = None  # the call that the device is in
-        self.on_cpu: list[Call] = []  # those of gloo that the script is in, while there is a device
         self.background: list[Call] = []
         self.calls: list[Call] = []
-        self.seq = Counter[tuple[str, bool, bool]]()
+        self.seq = Counter[tuple[str, bool]]()
         self.state = ""  # one of NO_COMMUNICATION, "killed" or "lost"
 
     @property
@@ -84,9 +82,9 @@ class Process:
         """When it did something last."""
         return max(self.script_clock, self.device_clock)
 
-    def numbers(self, group: str, on_cpu: bool) -> tuple[int, int]:
-        """How many collectives, and sends and receives, it has called in a group on a backend."""
-        return self.seq[group, on_cpu, False], self.seq[group, on_cpu, True]
+    def numbers(self, group: str) -> tuple[int, int]:
+        """How many collectives, and sends and receives, it has called in a group."""
+        return self.seq[group, False], self.seq[group, True]
 
     @property
     def is_idle(self) -> bool:
@@ -95,12 +93,12 @@ class Process:
     @property
     def waiting_in(self) -> list[Call]:
         current = [] if self.current is None else [self.current]
-        return current + self.background + self.on_cpu
+        return current + self.background
 
     @property
     def finished(self) -> bool:
         is_at_the_end = self.place == len(self.ops) and not self.state
-        return is_at_the_end and self.is_idle and not self.background and not self.on_cpu
+        return is_at_the_end and self.is_idle and not self.background
 
 
 class Run:
@@ -121,9 +119,9 @@ class Run:
                     self.names[rank][label] = name
         self.processes = [Process(rank, ops, program.error) for rank, ops in enumerate(program.ops)]
         # The calls that have begun, by rank: of a collective, and in order of a pair of ranks.
-        self.collectives: dict[tuple[str, bool, int], dict[int, Call]] = defaultdict(dict)
-        self.sends: dict[tuple[str, bool, int, int], deque[Call]] = defaultdict(deque)
-        self.receives: dict[tuple[str, bool, int, int], deque[Call]] = defaultdict(deque)
+        self.collectives: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
+        self.sends: dict[tuple[str, int, int], deque[Call]] = defaultdict(deque)
+        self.receives: dict[tuple[str, int, int], deque[Call]] = defaultdict(deque)
         self.can_move = deque(self.processes)
         while self.can_move:
             self._advance(self.can_move.popleft())
@@ -161,8 +159,6 @@ class Run:
         return moved
 
     def _run_line(self, process: Process) -> bool:
-        if process.on_cpu:
-            return False
         op = process.ops[process.place]
         needs_results = op.do == "sync" or not self.program.nccl
         if op.do in NO_COMMUNICATION:
@@ -178,34 +174,20 @@ class Run:
             process.queue.append(None)
         elif op.is_call:
             process.script_clock += self.rng.randint(10_000, 2_000_000)
-            self._call(process, op)
+            process.queue.append(self._recorded_call(process, op))
         return True
-
-    def _call(self, process: Process, op: Op) -> None:
-        """Make a call; of a batch, each part that is gloo's alone, and the others at once."""
-        parts_on_cpu = [part for part in op.parts if part.on_cpu]
-        for call_on_cpu in [op] if op.on_cpu else parts_on_cpu:
-            call = self._recorded_call(process, call_on_cpu)
-            call.started = call.created
-            process.on_cpu.append(call)
-        others = tuple(part for part in op.parts if not part.on_cpu)
-        if others or not process.on_cpu:
-            call = self._recorded_call(process, replace(op, parts=others))
-            process.queue.append(call)
-        for call in [*process.on_cpu]:
-            self._arrive(process.rank, call)
 
     def _recorded_call(self, process: Process, op: Op) -> Call:
         """The call as it is recorded when the script makes it; the parts of a batch before it."""
         name = self.names[process.rank][op.group]
-        key = (name, op.on_cpu, op.is_p2p)
+        key = (name, op.is_p2p)
         process.seq[key] += 1
-        call = Call(op, name, process.numbers(name, op.on_cpu), process.script_clock)
+        call = Call(op, name, process.numbers(name), process.script_clock)
         for part in op.parts:
             # All parts of a batch have one number with NCCL, and with gloo one each.
             if call.parts and not self.program.nccl:
                 process.seq[key] += 1
-            numbers = process.numbers(name, op.on_cpu)
+            numbers = process.numbers(name)
             part_call = Call(part, name, numbers, process.script_clock, batch=call)
             call.parts.append(part_call)
         process.calls += [*call.parts, call]
@@ -248,7 +230,7 @@ class Run:
             if not call.parts:
                 self._send_or_receive(rank, call)
             return
-        calls = self.collectives[call.group, call.op.on_cpu, call.seq]
+        calls = self.collectives[call.group, call.seq]
         calls[rank] = call
         if len(calls) == len(self.members(call)) and self._agree(calls):
             end = max(member_call.started for member_call in calls.values())
@@ -259,7 +241,7 @@ class Run:
     def _agree(self, calls: Mapping[int, Call]) -> bool:
         """Whether the calls of all members fit; gloo ends a rank that receives too much."""
         ops = [call.op for call in calls.values()]
-        if len({(op.do, op.root) for op in ops}) > 1:
+        if len({op.do for op in ops}) > 1:
             return False
         if len({(op.size, op.dtype) for op in ops}) == 1:
             return True
@@ -278,11 +260,11 @@ class Run:
         members = self.members(call)
         is_send = call.op.do == "send"
         pair = (rank, members[call.op.peer])
-        if is_send and self.program.eager and not call.op.on_cpu:
+        if is_send and self.program.eager:
             self._end(rank, call, call.started + 1000)
         sender, receiver = pair if is_send else reversed(pair)
-        sends = self.sends[call.group, call.op.on_cpu, sender, receiver]
-        receives = self.receives[call.group, call.op.on_cpu, sender, receiver]
+        sends = self.sends[call.group, sender, receiver]
+        receives = self.receives[call.group, sender, receiver]
         if is_send:
             sends.append(call)
         else:
@@ -304,11 +286,6 @@ class Run:
                 return
             call.completed = moment
         process = self.processes[rank]
-        if call in process.on_cpu:
-            process.on_cpu.remove(call)
-            process.script_clock = max(process.script_clock, moment)
-            self.can_move.append(process)
-            return
         process.device_clock = max(process.device_clock, moment)
         if call is process.current:
             process.current = None
@@ -404,7 +381,6 @@ class _Recording:
         dump = {
             "version": "2.10",
             "pg_config": recorded.config(self.groups) if nccl else recorded.NO_MEMBERS,
-            "pg_status": self._status(),
             "entries": self._entries(self._is_of_torch),
         }
         recorded.trace(directory / f"trace_{self.rank}", dump, self.written)
@@ -425,32 +401,13 @@ class _Recording:
             directory, self.rank, self._main_thread(), error=error, written=written, p2p=p2p
         )
 
-    def _status(self) -> dict[str, dict[str, int]]:
-        """The last numbers of each group, as recorders have them."""
-        status = {}
-        for place, name in enumerate(sorted(self.groups)):
-            last = {"enqueued": -1, "started": -1, "completed": -1}
-            for call in self.process.calls:
-                if call.group != name or call.op.is_p2p:
-                    continue
-                last["enqueued"] = call.seq
-                if call.started:
-                    last["started"] = call.seq
-                if call.completed:
-                    last["completed"] = call.seq
-            status[str(place)] = {f"last_{event}_collective": seq for event, seq in last.items()}
-        return status
-
-    def _is_on_gloo(self, op: Op) -> bool:
-        return op.on_cpu or not self.program.nccl
-
     def _is_of_torch(self, op: Op) -> bool:
         """Whether torch records a call: of gloo's, collectives alone."""
-        return not (op.is_p2p and self._is_on_gloo(op))
+        return self.program.nccl or not op.is_p2p
 
     def _is_of_hypergrid(self, op: Op) -> bool:
         """Whether ``hypergrid.record`` writes it beside the stacks."""
-        return op.is_p2p and self._is_on_gloo(op)
+        return op.is_p2p and not self.program.nccl
 
     def _entries(self, is_recorded: Callable[[Op], bool]) -> list[dict[str, Any]]:
         """The calls that a recorder keeps."""
@@ -465,7 +422,7 @@ class _Recording:
 
     def _entry(self, number: int, call: Call) -> dict[str, Any]:
         op = call.op
-        nccl = not self._is_on_gloo(op)
+        nccl = self.program.nccl
         label, members = self.groups[call.group]
         # NCCL's recorder has the times of a batch, and not of its parts.
         has_times = nccl and call.batch is None
@@ -496,9 +453,7 @@ class _Recording:
 
     def _name(self, op: Op, own_place: int) -> str:
         """The call as recorders name it, such as "gloo:send 0->1"."""
-        prefix = self.program.prefix or "nccl"
-        if self._is_on_gloo(op):
-            prefix = "gloo"
+        prefix = self.program.prefix or ("nccl" if self.program.nccl else "gloo")
         name = RECORDED_NAMES.get(op.do, op.do)
         if op.do == "send":
             name = f"send {own_place}->{op.peer}"
@@ -506,7 +461,7 @@ class _Recording:
             name = f"recv {own_place}<-{op.peer}"
         elif op.parts:
             name = "coalesced"
-        elif op.do == "barrier" and not self._is_on_gloo(op):
+        elif op.do == "barrier" and self.program.nccl:
             name = "all_reduce_barrier"
         return f"{prefix}:{name}"
 
@@ -521,7 +476,7 @@ class _Recording:
         """The line of gloo's call that the rank was in at an earlier moment."""
         for call in self.process.calls:
             is_running = call.created <= self.written < (call.completed or self.run.end)
-            is_blocking = self._is_on_gloo(call.op) and not call.op.later and not call.op.parts
+            is_blocking = not (self.program.nccl or call.op.later or call.op.parts)
             if is_running and is_blocking:
                 return [(TORCH, 3000, call.op.do)]
         return []
@@ -534,9 +489,6 @@ class _Recording:
             return [(TORCH, 3000, "all_reduce"), ("/job/train.py", 7, "step")]
         if process.state in RAISING or process.finished:
             return [("/job/finish.py", 8, "save")]
-        if process.on_cpu:
-            op = process.on_cpu[0].op
-            return _frames_of_call(op, op.group)
         if self.program.nccl:  # it waits for its device in a line of the script
             last = min(process.place, len(process.ops) - 1)
             return [("/job/train.py", process.ops[last].line, "step")]

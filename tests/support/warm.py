@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import runpy
 import signal
 import subprocess
@@ -19,11 +20,13 @@ import tempfile
 import time
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.support import ROOT, own_lines
 
+T = TypeVar("T")
 PRELOADED = (
     *("torch", "torch.distributed", "torch.testing._internal.distributed.fake_pg"),
     # What megatron-core imports, and nothing of megatron-core or of this project.
@@ -50,6 +53,24 @@ def run(
         status = int(server.stdout.readline())
         out, error = (stream.read_text() for stream in streams)
         return subprocess.CompletedProcess(arguments, status, own_lines(out), error)
+
+
+def call(function: Callable[..., T], *arguments: Any, timeout: float = 300) -> T:
+    """What a function of a module gives in such a process, which has this one's path."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "call")
+        file.write_bytes(pickle.dumps((function.__module__, function.__name__, arguments)))
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tests.support.warm import _call"
+        done = run("-c", f"{code}; _call({str(file)!r})", timeout=timeout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        result: T = pickle.loads(file.read_bytes())
+        return result
+
+
+def _call(file: str) -> None:
+    module, name, arguments = pickle.loads(Path(file).read_bytes())
+    result = getattr(importlib.import_module(module), name)(*arguments)
+    Path(file).write_bytes(pickle.dumps(result))
 
 
 @functools.cache
