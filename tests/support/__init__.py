@@ -11,7 +11,7 @@ Ranks
 Oracles
     stock           Megatron's own modules, of each release
     forerunners     the classes that ours replaces in other projects
-     te_on_cpu       Transformer Engine, without a GPU
+    te_on_cpu       Transformer Engine, without a GPU
 Hangs and failures
     programs        programs of many ranks: written as lines of text, or random with a fault in one
     hanging         real ranks that make such calls, or train the demo's GPT, and hang
