@@ -21,8 +21,7 @@ Hangs and failures
     laws            measures the verdicts on these dumps
     replay          a real hang's calls as such a program
     recorded        the files that a rank leaves: flight recorder, stacks, groups
-    soaking         promises about failures, tried as often as asked
-    chaos           one random fault at a random Python call, and the laws for what follows
+    faults          the fault injector: one fault on one rank in one operation, and the laws
     restarting      a program that NVRx begins again after a failure
     hostile         garbled and absurd files for the command line
     cluster_scripts what bash starts: scripts of clusters, with printing programs as launchers
