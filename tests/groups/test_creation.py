@@ -13,7 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from compat import parallel_state as ps
 from hypergrid import AgreementError, CreationError, HyperCommGrid, of_torch
 from hypergrid.groups import creation, gloo
-from hypergrid.policy import Abilities, Agreement, Policy
+from hypergrid.policy import WAYS, Abilities, Agreement, Policy
+from tests.support import ROOT
 from tests.support.forked import from_all, on_ranks, open_groups, run_ranks
 from tests.support.groups import check_all_reduce, state_groups
 
@@ -42,6 +43,32 @@ one_rank_cannot = pytest.mark.parametrize(
         ),
     ],
 )
+
+
+WORDS = {
+    ("obstacle", True): "an obstacle",
+    ("one_rank", True): "one rank",
+    ("bound", True): "a bound default group",
+    ("splits", True): "split by torch",
+    ("splits", False): "not split by torch",
+}
+
+
+def test_the_page_has_the_table_of_who_creates_a_group():
+    page = (ROOT / "docs" / "groups.md").read_text()
+    table = page.partition("| Where | `creation` | Why |")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    for (where, creators, why), way in zip(rows, WAYS, strict=True):
+        assert (creators, why) == (way.creators, way.why)
+        conditions = way._asdict()
+        words = [word for (name, value), word in WORDS.items() if conditions[name] is value]
+        if way.asked is not None:
+            words.append(f"asked for {way.asked}")
+        assert where == (", ".join(words) or "else")
+
+
+def test_the_last_way_is_for_every_group():
+    assert WAYS[-1][2:] == (None,) * len(WAYS[-1][2:])
 
 
 @one_rank_cannot
