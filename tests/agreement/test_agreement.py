@@ -1,14 +1,10 @@
 """Ranks agree before they create: nobody waits in vain, and all say the same."""
 
 import json
-import random
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,42 +13,16 @@ from torch.distributed import distributed_c10d as c10d
 
 from compat import members_only
 from compat import parallel_state as ps
-from compat.colossalai import EnvironmentTable
-from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
-from compat.physicsnemo import DistributedManager
-from hypergrid import AgreementError, CreationError, HyperCommGrid
+from hypergrid import AgreementError, CreationError
 from hypergrid.agreement import commit, reports
 from hypergrid.agreement.commit import Phase, _Memory, _Round
-from hypergrid.agreement.reports import clear_before
 from hypergrid.agreement.store import abortable, end_waits
-from tests.support import table
-from tests.support.forked import from_all, on_ranks, open_groups, total
+from tests.support.forked import from_all, on_ranks, total
 
-# The model: ranks are threads over one store, and random pauses decide who comes first.
+# The model: ranks are objects over one store.
 
 WORLD = 4
 ONE_AT_A_TIME = threading.Lock()
-
-
-class MinimalStore(dist.Store):
-    """A store in Python that has no more than torch asks for, and pauses before each operation."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.hash_store = dist.HashStore()
-        self.random = random.Random(seed)
-
-
-def after_a_pause(operation):
-    def call(self, *arguments):
-        time.sleep(self.random.random() / 500)
-        return getattr(self.hash_store, operation)(*arguments)
-
-    return call
-
-
-for operation in ("set", "get", "add", "check", "wait"):
-    setattr(MinimalStore, operation, after_a_pause(operation))
 
 
 class Rank:
@@ -74,60 +44,6 @@ class Rank:
         """The error that is heard, or the epoch."""
         text = self.round.outcome(timedelta(seconds=seconds))
         return json.loads(text)["epoch"] if text.startswith("{") else text
-
-    def live(self, behaviour, seconds, pause):
-        """One round and its outcome."""
-        time.sleep(pause)
-        proposal = {"tp": 4 if behaviour == "differs" else 2}
-        if behaviour == "refuses":
-            proposal = {"refused": f"ValueError: no rank {self.rank}"}
-        self.arrive(proposal)
-        if behaviour == "refuses":
-            self.round.report()
-        return self.outcome(seconds)
-
-
-def heard_by_all(ranks, behaviours, chance):
-    """What each rank that comes hears in a round; each lives in a thread."""
-    lives = []
-    seconds = 0.3 if "is missing" in behaviours else 20
-    with ThreadPoolExecutor(WORLD) as threads:
-        for rank, behaviour in zip(ranks, behaviours, strict=True):
-            if behaviour != "is missing":
-                lives.append(threads.submit(rank.live, behaviour, seconds, chance.random() / 50))
-    return {life.result() for life in lives}
-
-
-SAYS = {
-    "differs": "tp is 4 on rank {} and 2 on rank",
-    "refuses": "rank {} refused its arguments, so no rank of 0..3 created a group: ValueError",
-    "is missing": "1 of 4 ranks ({}",
-}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["hash", "file", "minimal"])
-def test_one_text_for_all_and_the_next_round_works(kind, seed, tmp_path):
-    stores = {
-        "hash": dist.HashStore,
-        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
-        "minimal": lambda: MinimalStore(seed),
-    }
-    store = stores[kind]()
-    chance = random.Random(seed)
-    ranks = [Rank(store, rank) for rank in range(WORLD)]
-    key_counts = set()
-    for fault in chance.sample([*SAYS], len(SAYS)):
-        odd = chance.randrange(1, WORLD)
-        behaviours = ["agrees"] * WORLD
-        behaviours[odd] = fault
-        (heard,) = heard_by_all(ranks, behaviours, chance)
-        assert SAYS[fault].format(odd) in heard
-        (epoch,) = heard_by_all(ranks, ["agrees"] * WORLD, chance)
-        clear_before(store, epoch)
-        if kind == "hash":  # the others cannot append, and one cannot delete
-            key_counts.add(store.num_keys())
-    assert len(key_counts) <= 1
 
 
 def test_a_rank_that_has_refused_is_counted_once_where_another_is_missing():
@@ -194,56 +110,7 @@ def test_an_abort_while_others_still_read_of_a_failure_does_not_hide_it():
         assert phase.fail(reason, timedelta(seconds=2), "did not finish") == reason
 
 
-# Every interface, on real ranks.
-
-
-def initialize_with_a_function_replaced(odd):
-    original = ps.create_group
-    wrapper = lambda *args, **kwargs: original(*args, **kwargs)  # noqa: E731
-    with mock.patch.object(ps, "create_group", wrapper if odd else original):
-        ps.initialize_model_parallel(2)
-
-
-def options_from(name, text):
-    """Initialises with options of NCCL from a file; gloo ignores them."""
-    nccl = mock.Mock(
-        Options=lambda is_high_priority_stream: SimpleNamespace(config=SimpleNamespace())
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
-    ):
-        path = Path(folder, name)
-        path.write_text(text)
-        ps.initialize_model_parallel(2, nccl_communicator_config_path=str(path))
-
-
-def subgroup_of_a_manager(size, name="pairs"):
-    if not DistributedManager.is_initialized():
-        DistributedManager.setup(rank=dist.get_rank(), world_size=4, local_rank=0)
-    DistributedManager().create_process_subgroup(name, size)
-
-
-INTERFACES = {
-    "ps": ps,
-    "initialize_with_a_function_replaced": initialize_with_a_function_replaced,
-    "HyperCommGrid": HyperCommGrid,
-    "MegatronGrid": MegatronGrid,
-    "EnvironmentTable": EnvironmentTable,
-    "options_from": options_from,
-    "subgroup_of_a_manager": subgroup_of_a_manager,
-}
-
-
-@pytest.mark.parametrize(("call", "says"), table("agreement/differences.txt"))
-@on_ranks(4)
-def test_ranks_that_ask_for_different_things_all_say_so_and_the_next_call_works(rank, call, says):
-    with pytest.raises(AgreementError) as raised:
-        eval(call, INTERFACES, {"odd": rank == 2})
-    (text,) = {*from_all(str(raised.value))}
-    assert says in text
-    assert len(open_groups()) == 1
-    eval(call, INTERFACES, {"odd": False})
+# Real ranks; see test_entry_points.py for the promises of every call.
 
 
 @on_ranks(4)
@@ -265,21 +132,6 @@ def test_where_a_rank_that_differs_says_it_too_late_all_refuse_with_one_text(ran
         ps.initialize_model_parallel(4 if rank == 2 else 2)
     assert len({*from_all(str(raised.value))}) == 1
     ps.initialize_model_parallel(2)
-
-
-@pytest.mark.parametrize(("call", "error", "says"), table("agreement/refusals.txt"))
-@on_ranks(4)
-def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting(rank, call, error, says):
-    start = time.monotonic()  # of 30 minutes
-    with pytest.raises(eval(error) if rank == 2 else AgreementError, match=says) as raised:
-        eval(call, INTERFACES, {"odd": rank == 2})
-    assert time.monotonic() - start < 20
-    texts = from_all(str(raised.value))
-    del texts[2]
-    (text,) = {*texts}
-    assert text.startswith("rank 2 refused its arguments")
-    assert len(open_groups()) == 1
-    eval(call, INTERFACES, {"odd": False})
 
 
 @on_ranks(8)

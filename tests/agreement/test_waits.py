@@ -22,7 +22,8 @@ from compat import parallel_state as ps
 from hypergrid import HyperCommGrid, logs
 from hypergrid.agreement import commit, connections, store, waits
 from hypergrid.agreement.connections import at_the_store, to_the_store
-from tests.support import forked, missing, nccl_rules
+from tests.support import forked, nccl_rules
+from tests.support.faults import Case, broken_laws, run
 from tests.support.forked import from_all, on_ranks, run_ranks, total
 
 # Seconds of waiting, where a real job has 8, 10 to 60, 2 and 3.
@@ -102,27 +103,26 @@ def test_where_all_wait_for_the_confirmation_one_says_at_which_group_a_rank_is(r
     assert not texts[1] + texts[2] + texts[3]
 
 
-@on_ranks(4)
-def test_a_suspension_says_who_is_missing(rank):
-    grid = HyperCommGrid((4,), ("dp",))
-    grid.create_pg("dp")
-    if rank == 2:
-        time.sleep(4)
-    texts = warned(grid.suspend)
-    assert "in suspend of HyperCommGrid" in texts[0][0]
-    assert texts[0][0].endswith("3 of 4 ranks are here, missing: 2")
+def suspend_in_vain():
+    with pytest.raises(RuntimeError, match="could not suspend"):
+        ps.current_state().suspend()
 
 
+@pytest.mark.parametrize("call", ["suspend", "closing"])
 @on_ranks(4, backend="")
-def test_closing_where_nccl_waits_says_for_whom(rank):
+def test_a_call_after_creation_says_who_is_missing_too(rank, call):
     nccl_rules.start(rank, 4)
     ps.initialize_model_parallel(4, create_gloo_process_groups=False)
     total(ps.get_tensor_model_parallel_group())
     if rank == 3:
         time.sleep(4)
-    texts = warned(ps.destroy_model_parallel)
-    assert "in closing TENSOR_MODEL_PARALLEL_GROUP of ranks 0..3: 3 of 4 ranks" in texts[0][0]
-    assert texts[0][0].endswith("missing: 3")
+    if call == "suspend":
+        texts = warned(suspend_in_vain)
+        assert "in suspend of ParallelState" in texts[0][0]
+    else:  # where NCCL waits
+        texts = warned(ps.destroy_model_parallel)
+        assert "in closing TENSOR_MODEL_PARALLEL_GROUP of ranks 0..3" in texts[0][0]
+    assert texts[0][0].endswith("3 of 4 ranks are here, missing: 3")
 
 
 def test_where_the_last_rank_has_just_come_none_is_missing():
@@ -187,24 +187,6 @@ def test_the_lowest_rank_warns_and_another_when_it_is_stopped_at_one_further_cal
     assert shared.calls["append", "places"] == 63
 
 
-def test_ranks_that_came_one_after_the_other_do_not_all_warn(clock, monkeypatch):
-    warning_ranks = []
-    monkeypatch.setattr(logs, "warn", lambda text, _: warning_ranks.append(text.split()[1]))
-    for name, value in REAL.items():
-        monkeypatch.setattr(waits, name, value)
-    shared = dist.HashStore()
-    ranks = {}
-    for rank, begin in ((3, 0.0), (2, 15.0), (1, 30.0), (0, 45.0)):
-        ranks[rank] = waits.Watch(shared, range(5), rank, "a test", lambda: 4, begin=begin)
-    while clock[0] < 700:
-        for watch in ranks.values():
-            if clock[0] >= watch.begin:
-                watch.look()
-        clock[0] += 0.5
-    # Each has waited longest when it warns for the first time.
-    assert warning_ranks == ["3", "2", "1", "0", "0", "0", "0", "0"]
-
-
 @pytest.mark.parametrize("ranks", [8, 4096, 131_072])
 def test_the_more_ranks_wait_the_less_often_each_looks(ranks, monkeypatch):
     now = [0.0]
@@ -223,12 +205,22 @@ def test_the_more_ranks_wait_the_less_often_each_looks(ranks, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fate", ["killed", "killed inside", "stopped", "late"])
-def test_a_rank_that_has_ended_is_named_and_one_that_is_stopped_or_late_is_not(fate, monkeypatch):
-    monkeypatch.setattr(missing, "STOPPED", 5.0)
-    monkeypatch.setattr(missing, "LATE", 5.0)
-    monkeypatch.setattr(missing, "FOUND_WITHIN", 5.0)
-    assert missing.try_case(missing.Case(4, 2, fate, 0.1)) == ""
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("kill", place=0.0, timeout=180.0, store_on_rank_0=True),
+        Case("kill", place=0.6, timeout=180.0, store_on_rank_0=True),
+        Case("stop", place=0.0, pause=5.0, timeout=180.0, store_on_rank_0=True),
+    ],
+    ids=str,
+)
+def test_a_rank_that_has_ended_is_named_and_one_that_is_stopped_is_waited_for(case):
+    world = run(case)
+    assert "fault" in world[2].steps and not broken_laws(case, world)
+    for outcome in (world[0], world[1], world[3]):
+        _, error = outcome.steps["operation"]
+        expected = "rank 2 of ranks 0..3 cannot take part" if case.fault == "kill" else ""
+        assert expected in error and bool(error) == bool(expected)
 
 
 @on_ranks(2)

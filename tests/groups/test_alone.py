@@ -43,18 +43,6 @@ def test_beside_a_bound_default_group_only_groups_of_several_ranks_connect(rank,
         assert splits[0] == len(several)
 
 
-@on_ranks(4, backend="")
-def test_where_every_group_has_one_rank_nothing_is_split_and_each_rank_calls_for_its_own(rank):
-    world = start(rank, 4, kind="nccl, bound")
-    grid = HyperCommGrid([1, 4], ["tp", "dp"])
-    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-        group = grid.create_pg("tp")
-    assert [call.args for call in new_group.call_args_list] == [([rank],)]
-    assert world.splits == 0 and not group.communicators
-    grid.create_pg("dp")
-    assert world.splits == 1
-
-
 @WAYS
 @on_ranks(4, backend="")
 def test_a_rank_alone_beside_a_group_of_others_takes_part_in_their_split_only(rank, way):

@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,29 +11,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
-from hypergrid import AgreementError, HyperCommGrid, of_torch
+from hypergrid import AgreementError, CreationError, HyperCommGrid, of_torch
 from hypergrid.groups import creation, gloo
-from hypergrid.policy import WAYS, Abilities, Agreement, Policy, choose
+from hypergrid.policy import WAYS, Abilities, Agreement, Policy
 from tests.support import ROOT
-from tests.support.forked import from_all, join, on_ranks, open_groups, run_ranks
+from tests.support.forked import from_all, on_ranks, open_groups, run_ranks
 from tests.support.groups import check_all_reduce, state_groups
 
 pytestmark = pytest.mark.usefixtures("clean_state")
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-
-
-def members_created(rank, way):
-    join(rank, 8)
-    ps.initialize_model_parallel(**LAYOUT, expert_model_parallel_size=2, creation=way)
-    assert ps.current_state().pool.agreement.way == way
-    check_all_reduce(rank)
-    return {slot: dist.get_process_group_ranks(group) for slot, group in state_groups().items()}
-
-
-def test_all_three_ways_give_the_same_membership():
-    expected = run_ranks(8, members_created, "members", backend="")
-    for way in ("split", "everyone"):
-        assert run_ranks(8, members_created, way, backend="") == expected
 
 
 one_rank_cannot = pytest.mark.parametrize(
@@ -84,14 +69,6 @@ def test_the_page_has_the_table_of_who_creates_a_group():
 
 def test_the_last_way_is_for_every_group():
     assert WAYS[-1][2:] == (None,) * len(WAYS[-1][2:])
-
-
-@one_rank_cannot
-def test_it_decides_whichever_rank_it_is(of_one_rank, of_others, agreed):
-    for place in range(3):
-        abilities = [of_others, of_others]
-        abilities.insert(place, of_one_rank)
-        assert choose("", Policy(connect="lazy"), abilities) == agreed
 
 
 @one_rank_cannot
@@ -222,39 +199,6 @@ def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
     assert "NCCL_COLLNET_ENABLE" not in os.environ
 
 
-def _late(store, rank, size, timeout):
-    """A backend that connects when first used, as NCCL does; rank 3 may then meet nobody."""
-    options = c10d.ProcessGroupGloo._Options()
-    options._devices = [c10d.ProcessGroupGloo.create_default_device(lazy_init=True)]
-    options._threads, options._timeout = 2, timeout
-    if dist.get_rank() == 3 and os.environ["BROKEN"] == "1":
-        store = dist.PrefixStore("elsewhere", store)
-    return c10d.ProcessGroupGloo(store, rank, size, options)
-
-
-def _eager(rank, how, broken):
-    os.environ.update(HYPERGRID_CONNECT=how, BROKEN=str(int(broken)))
-    dist.Backend.register_backend("late", _late, devices=["cpu"])
-    grid = HyperCommGrid([1, 2, 2], ["ep", "tp", "dp"], backend="late")
-    with (
-        mock.patch.object(creation, "connect", wraps=creation.connect) as connect,
-        mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits")),
-    ):
-        for dims in ("ep", "tp"):
-            grid.create_pg(dims, timeout=timedelta(seconds=3))
-    return [call.args[0].size() for call in connect.call_args_list]
-
-
-def test_eager_connects_every_backend_in_creation_but_no_rank_alone():
-    assert run_ranks(4, _eager, "eager", False) == [[2]] * 4
-
-
-def test_what_cannot_connect_is_a_creation_error_on_all_only_where_it_is_tried():
-    assert run_ranks(4, _eager, "torch", True) == [[]] * 4
-    for kind, text in run_ranks(4, _eager, "eager", True, expect="errors"):
-        assert kind == "CreationError" and "tp of ranks 2..3 with late" in text
-
-
 def test_choices_come_from_the_environment_then_arguments(monkeypatch):
     monkeypatch.setenv("HYPERGRID_SHARE", "all")
     assert Policy.resolve() == Policy(share="all")
@@ -266,29 +210,23 @@ def test_choices_come_from_the_environment_then_arguments(monkeypatch):
         Policy.resolve()
 
 
-@on_ranks(4, backend="")
-def test_options_that_torch_writes_a_groups_name_into_are_each_groups_own(rank):
-    written = []
+@pytest.mark.parametrize("connect", ["torch", "eager"])
+@on_ranks(4)
+def test_what_cannot_connect_is_a_creation_error_on_all_only_where_it_is_tried(rank, connect):
+    def connects_when_first_used(store, place, size, timeout):
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_default_device(lazy_init=True)]
+        options._threads = 2
+        options._timeout = timedelta(seconds=3)
+        if rank == 3:  # meets nobody there
+            store = dist.PrefixStore("elsewhere", store)
+        return c10d.ProcessGroupGloo(store, place, size, options)
 
-    def create(group, options):
-        if options is not None:
-            assert (options.config, options.group_name) == ({"max_ctas": 8}, "")
-            options.group_name = group.group_id  # as torch itself does with NCCL's
-            written.append(options)
-        return dist.ProcessGroupGloo(
-            group.store, group.group_rank, group.group_size, timeout=group.timeout
-        )
-
-    dist.Backend.register_backend("writing", create, extended_api=True, devices=["cpu"])
-    join(rank, 4, backend="writing")
-    options = SimpleNamespace(config={"max_ctas": 8}, group_name="")
-    world = [0, 1, 2, 3]
-    halves = [[0, 1], [2, 3]]
-    ps.create_hybrid_dp_cp_groups(rank, world, pg_options=options)
-    ps.create_hierarchical_groups(rank, world, [2, 2], pg_options=options)
-    creation.by_members("A", world, "1", pg_options=options)
-    creation.by_members("B", world, "1", pg_options=options)
-    creation.by_world("everyone", "C", [world, *halves], "1", pg_options=options)
-    creation.by_world("split", "D", halves, "1", pg_options=options)
-    assert options.group_name == ""
-    assert len(written) == len({options.group_name for options in written}) == 8
+    dist.Backend.register_backend("late", connects_when_first_used, devices=["cpu"])
+    os.environ["HYPERGRID_CONNECT"] = connect
+    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="late")
+    if connect == "torch":
+        assert grid.create_pg("tp").size() == 2
+        return
+    with pytest.raises(CreationError, match=r"tp of ranks 2\.\.3 with late"):
+        grid.create_pg("tp", timeout=timedelta(seconds=3))

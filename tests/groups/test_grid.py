@@ -3,14 +3,12 @@
 import gc
 import itertools
 import threading
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hypergrid
-from compat import members_only
 from hypergrid import HyperCommGrid
 from hypergrid.groups.pool import live_pools
 from tests.support.forked import from_all, on_ranks, open_groups, total
@@ -69,20 +67,6 @@ def test_a_combination_is_created_once_whatever_the_order_of_its_dims(fake_world
     assert dist.get_process_group_ranks(group) == [2, 3, 6, 7]
     grid.destroy()
     assert grid.create_pg(["dp", "tp"]) is not group
-
-
-def test_of_a_label_whose_second_group_fails_no_group_stays_and_more_can_be_created(fake_world):
-    fake_world(4)
-    new_group = mock.Mock(side_effect=[dist.new_group([0, 1]), RuntimeError("no memory")])
-    before = open_groups()
-    with HyperCommGrid([4], ["dp"]).two_phase_commit({"groups over": "dp"}) as pool:
-        failing = mock.patch.object(dist, "new_group", members_only(new_group))
-        with failing, pytest.raises(hypergrid.CreationError, match="no memory"):
-            pool.make("A", {"first": (0, 1), "second": (0, 2)}, lambda: [])
-        assert list(pool.groups) == [] and open_groups() == before[:1]
-        (group,) = pool.make("A", {"first": (0, 1)}, lambda: [])
-    assert [pooled.group for pooled in pool.groups] == [group]
-    pool.destroy()
 
 
 @on_ranks(8)

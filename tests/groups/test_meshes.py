@@ -4,16 +4,11 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from hypergrid import HyperCommGrid, RankLayout, of_torch
-from hypergrid.groups import meshes
+from hypergrid import HyperCommGrid, of_torch
 from tests.support import table
 from tests.support.forked import on_ranks, open_groups, total
-
-NAMES = ("tp", "cp", "dp", "pp")
 
 
 def grid_of(sizes, dims, *created):
@@ -21,32 +16,6 @@ def grid_of(sizes, dims, *created):
     for each in created:
         grid.create_pg(each)
     return grid
-
-
-@st.composite
-def partitions(draw):
-    """A layout, a rank of it, and some of its dims joined to dims of a mesh."""
-    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    layout = RankLayout(NAMES[: len(sizes)], tuple(sizes), draw(st.integers(0, 5)))
-    dims = draw(st.permutations(layout.dims))[: draw(st.integers(1, len(sizes)))]
-    parts = {}
-    for dim in dims:
-        parts.setdefault(draw(st.integers(0, 3)), []).append(dim)
-    rank = draw(st.sampled_from(layout.ranks))
-    return layout, rank, ["-".join(part) for part in parts.values()]
-
-
-@given(partitions())
-def test_each_line_of_a_mesh_through_a_rank_is_its_group_in_order(case):
-    layout, _, dims = case
-    mesh_dims = meshes.joined_dims(layout, dims)
-    assert set(mesh_dims) == set(dims)
-    for rank in layout.ranks:
-        ranks = meshes.ranks_of(layout, rank, list(mesh_dims.values()))
-        place = (ranks == rank).nonzero()[0].tolist()
-        for axis, joined in enumerate(mesh_dims.values()):
-            line = ranks[tuple(slice(None) if a == axis else p for a, p in enumerate(place))]
-            assert line.tolist() == layout.group(rank, joined)
 
 
 @on_ranks(8, timeout=60)
@@ -106,24 +75,6 @@ def test_fsdp_shards_over_joined_dims_and_trains_as_one_rank(rank):
     for ours, alone in zip(model.parameters(), whole.parameters(), strict=True):
         assert ours.to_local().shape[0] == 2
         torch.testing.assert_close(ours.full_tensor(), alone)
-    assert open_groups() == before
-
-
-@on_ranks(8, timeout=60)
-def test_a_view_has_meshes_of_its_own_dims(rank):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    grid = grid_of([2, 4], ["tp", "dp"])
-    grid.register_view("expert", [4, 2], ["ep", "edp"])
-    for dim in ("ep", "edp"):
-        grid.create_pg(dim, view="expert")
-    before = open_groups()
-    mesh = grid.device_mesh(view="expert")
-    assert mesh.mesh_dim_names == ("edp", "ep")
-    assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert mesh.get_group("edp") is grid.get_pg("edp", view="expert")
-    weights = distribute_tensor(torch.arange(4.0), mesh["ep"], [Shard(0)])
-    assert weights.to_local().item() == rank % 4
     assert open_groups() == before
 
 

@@ -173,23 +173,3 @@ def test_a_rank_that_fails_before_its_split_fails_all_if_connecting_does_not_blo
     assert rank == 1 or "NCCL timeout" in str(caught.value) or "rank 1" in str(caught.value)
     assert {*open_groups()} == {dist.group.WORLD}
     from_all(None)
-
-
-@on_ranks(2, backend="")
-def test_if_connecting_blocks_a_rank_waits_in_its_split_and_no_abort_ends_the_wait(rank):
-    start(rank, 2, kind="nccl, bound")
-    if rank == 0:
-        waits = threading.Thread(target=by_splits, daemon=True)
-        waits.start()
-        threading.Thread(target=from_all, args=(None,), daemon=True).start()
-        waits.join(1)
-        with pytest.warns(RuntimeWarning, match="could not abort the default group"):
-            hypergrid.abort(default=True, timeout=timedelta(seconds=1))
-        waits.join(1)
-        assert waits.is_alive()
-    else:
-        late = mock.Mock(side_effect=lambda device: time.sleep(8))
-        with mock.patch.object(nccl_rules.Group, "eager_connect_single_device", late):
-            threading.Thread(target=by_splits, daemon=True).start()
-            from_all(None)
-            time.sleep(4)

@@ -1,6 +1,5 @@
 """States of equal layout that use one set of communicators, where the user asks for it."""
 
-import itertools
 from datetime import timedelta
 from unittest import mock
 
@@ -48,7 +47,7 @@ def test_three_equal_states_have_the_communicators_of_one(rank, creation):
     assert not communicators(apart) & communicators(states[0])
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 @on_ranks(8)
 def test_the_last_state_that_uses_a_communicator_closes_it(rank, order):
     before = len(open_groups())
@@ -58,18 +57,11 @@ def test_the_last_state_that_uses_a_communicator_closes_it(rank, order):
         states[place].destroy()
         assert len(open_groups()) == count
         check_sums(states[order[-1]])
+    (late,) = equal_states(1)  # which still shares, although the first owner went
+    assert communicators(late) == communicators(states[order[-1]])
+    late.destroy()
     states[order[-1]].destroy()
     assert len(open_groups()) == before
-
-
-@on_ranks(8)
-def test_a_state_made_after_the_owner_went_still_shares(rank):
-    first, second = equal_states(2)
-    first.destroy()
-    (third,) = equal_states(1)
-    assert communicators(third) == communicators(second)
-    second.destroy()
-    check_sums(third)
 
 
 @on_ranks(8)
@@ -177,18 +169,8 @@ def test_a_state_whose_groups_sleep_lends_none(rank):
     assert not communicators(second) & communicators(first)
 
 
-@on_ranks(4)
-def test_abort_ends_what_states_share_once(rank):
-    before = len(open_groups())
-    first, second = equal_states(2)
-    created = len(open_groups()) - before
-    assert len(abort().groups) == created
-    assert first.is_destroyed and second.is_destroyed
-    assert len(open_groups()) == before
-
-
 @on_ranks(2)
-def test_abort_names_a_shared_group_as_the_state_that_created_it(rank):
+def test_abort_ends_a_shared_group_once_and_names_it_as_the_state_that_created_it(rank):
     states = [ParallelState.create(tensor_model_parallel_size=2, share="states")]
     # Of these the groups of tp are of one rank, as those of dp of the first state are.
     for _ in range(4):
@@ -199,4 +181,7 @@ def test_abort_names_a_shared_group_as_the_state_that_created_it(rank):
             if pooled.shares is None:
                 created_for.append(pooled.label)
     assert communicators(states[4]) & communicators(states[0])
+    before = len(open_groups())
     assert sorted(abort().groups) == sorted(created_for)
+    assert len(open_groups()) == before - len(created_for) == 1
+    assert all(state.is_destroyed for state in states)

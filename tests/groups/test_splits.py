@@ -13,9 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from compat import members_only
 from compat import parallel_state as ps
 from compat.colossalai import EnvironmentTable
-from compat.hyper_comm_grid import HyperCommGrid as MegatronGrid
 from compat.state import ParallelState
-from hypergrid import AgreementError, HyperCommGrid, of_torch
+from hypergrid import HyperCommGrid, of_torch
 from hypergrid.groups import creation
 from hypergrid.groups.creation import expected
 from hypergrid.groups.pool import GroupPool, live_pools
@@ -126,29 +125,6 @@ def test_torch_itself_splits_a_group_with_two_backends_and_each_half_has_its_own
     assert total(group) == 2
 
 
-@on_ranks(2, backend="")
-def test_whether_torch_would_split_is_read_from_the_default_groups_parts(rank):
-    parts = []
-    register_splitting("old", parts)
-    join(rank, 2, backend="cpu:gloo,cuda:old")
-    backends = (None, "OLD", "cpu:gloo,cuda:old", "cuda:old", "gloo", "cpu:gloo", "cuda:gloo")
-
-    def answers(question):
-        return [bool(question(backend)) for backend in backends]
-
-    is_of_default = [True] * 4 + [False] * 3
-    assert answers(creation.is_split) == is_of_default  # equal on all ranks, bound or not
-    assert answers(creation.bound_to) == [False] * 7
-    assert creation.abilities() == creation.Abilities()
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    assert answers(creation.is_split) == answers(creation.bound_to) == is_of_default
-    abilities = creation.abilities()
-    assert "bound to a cuda device" in abilities.bound
-    assert "connect='lazy'" not in abilities.bound  # this backend does not take it
-    dist.new_group([0], backend="old")  # as torch does itself, for a rank outside
-    assert getattr(parts[0], "without_a_color", 0) == (rank == 1)
-
-
 @pytest.mark.parametrize(
     "variables",
     [
@@ -195,6 +171,7 @@ def test_a_window_whose_groups_need_every_rank_is_refused_by_all_before_creation
     register_splitting("old", [])
     join(rank, 4, backend="cpu:gloo,cuda:old" if cause == "a bound NCCL" else "gloo")
     window = {"local_world_size": 2, "rank_offset": rank // 2 * 2}
+    pools = live_pools()  # an earlier test's may still be there in the process that forked this one
     if cause == "a bound NCCL":
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     new_group = mock.Mock()
@@ -207,18 +184,10 @@ def test_a_window_whose_groups_need_every_rank_is_refused_by_all_before_creation
     ):
         ParallelState.create(**window, distributed_timeout_minutes=0.5)
     assert time.monotonic() - start < 5 and not new_group.called
-    assert open_groups() == [dist.group.WORLD] and live_pools() == []
+    assert open_groups() == [dist.group.WORLD] and live_pools() == pools
     text = str(caught.value)
     assert "a window of 2 of 4 ranks is only possible where the members of a group create" in text
     assert why in text and "Change that, or use the whole world." in text
-
-
-@on_ranks(4, backend="", timeout=20)
-def test_what_is_refused_inside_a_grid_is_heard_outside_of_it(rank):
-    join(rank, 4)
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    with pytest.raises(AgreementError, match="backend is 'nccl' on rank 1"):
-        HyperCommGrid([2], ["tp"], backend="nccl" if rank == 1 else None).create_pg("tp")
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -252,18 +221,3 @@ def test_a_hook_that_raises_keeps_no_group_alive_and_abort_waits_for_no_rank(ran
     dist.barrier()  # rank 2 has closed its groups while the others had all of theirs
     ps.destroy_model_parallel(abort=abort)
     assert len(open_groups()) == 1 and {*c10d._world.tags_to_pg} <= {"", "ptd:0"}
-
-
-@on_ranks(4)
-def test_states_and_grids_can_be_closed_without_waiting(rank):
-    owners = [ParallelState.create(tensor_model_parallel_size=2)]
-    for kind in (HyperCommGrid, MegatronGrid):
-        grid = kind([2, 2], ["tp", "dp"])
-        grid.create_pg("tp")
-        owners.append(grid)
-    waits = mock.patch.object(dist, "destroy_process_group", side_effect=AssertionError("waits"))
-    with waits:
-        for owner in owners:
-            owner.destroy(abort=True)
-            owner.destroy(abort=True)
-    assert len(open_groups()) == 1

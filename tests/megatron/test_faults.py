@@ -3,151 +3,33 @@
 import json
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
-import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import hypergrid
-from compat import members_only
 from compat import parallel_state as ps
-from hypergrid import AgreementError, CreationError, HyperCommGrid, of_torch
+from hypergrid import AgreementError, CreationError, HyperCommGrid
 from hypergrid.agreement import store as connection
-from hypergrid.groups import creation
-from tests.support import ROOT, own_lines, soaking
+from tests.support import ROOT, faults, own_lines
+from tests.support.faults import happens_at_group
 from tests.support.forked import from_all, on_ranks, open_groups, total
 from tests.support.stock import PUBLISHED
 
-new_group = dist.new_group
-
 
 def test_a_fault_in_any_function_leaves_the_process_as_before_and_a_retry_works():
-    soaking.faults_in_every_function().check()
+    assert not faults.faults_in_every_function()
 
 
 def test_lives_with_changing_sizes_leave_no_group_descriptor_thread_or_key():
-    soaking.lives(8).check()
-
-
-@contextmanager
-def happens_at_group(number, fault):
-    """Call ``fault`` where torch is asked for this rank's ``number``-th group."""
-    calls = []
-
-    @members_only
-    def counted_new_group(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == number:
-            fault()
-        return new_group(*args, **kwargs)
-
-    with mock.patch.object(dist, "new_group", counted_new_group):
-        yield
-
-
-@pytest.mark.parametrize("number", [2, 13])
-@on_ranks(4, timeout=60)
-def test_a_fault_of_one_rank_in_the_middle_is_told_to_all_and_all_can_try_again(rank, number):
-    fault = mock.Mock(side_effect=RuntimeError("injected: no more communicators"))
-    ps.initialize_model_parallel(2, 2)
-    ps.destroy_model_parallel()  # leaves lists of ranks, as upstream's
-    before = soaking.process_state()
-    with (
-        happens_at_group(number if rank == number % 4 else None, fault),
-        pytest.raises(CreationError, match="injected: no more communicators"),
-    ):
-        ps.initialize_model_parallel(2, 2, distributed_timeout_minutes=3 / 60)
-    assert not soaking.changes_since(before)
-    dist.barrier()
-    ps.initialize_model_parallel(2, 2)
-    assert total(ps.get_model_parallel_group()) == 4
-    ps.destroy_model_parallel()
-    assert not soaking.changes_since(before)
-
-
-# What one rank is asked for instead, by a word of the error that all other ranks raise.
-DIFFERENCES = [
-    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 4}),
-    ("pipeline_model_parallel_size", {"pipeline_model_parallel_size": 2}),
-    ("order", {"order": "dp-tp-cp-ep-pp"}),
-    ("share", {"share": "all"}),
-    ("connect", {"connect": "lazy"}),
-    ("distributed_timeout_minutes", {"distributed_timeout_minutes": 5}),
-    ("create_gloo_process_groups", {"create_gloo_process_groups": False}),
-    ("EMBEDDING_GROUP", {"get_embedding_ranks": lambda ranks: []}),
-    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 3}),
-    ("tensor_model_parallel_size", {"tensor_model_parallel_size": 0}),
-    ("tensor_model_parallel_size", {"tensor_model_parallel_size": "2"}),
-    ("tp-tp-dp", {"order": "tp-tp-dp"}),
-    ("no/such/file", {"nccl_communicator_config_path": "no/such/file.yaml"}),
-    ("overlap", {"local_world_size": 4}),
-]
-
-
-@pytest.mark.release(PUBLISHED[-1])
-@on_ranks(8, timeout=90)
-def test_each_thing_that_can_differ_on_one_rank_is_named_on_all(rank):
-    before = soaking.process_state()
-    for number, (word, difference) in enumerate(DIFFERENCES):
-        # A window that leaves its own rank out has nobody to agree with: keep the odd one inside.
-        odd_rank = number % 4
-        arguments = {"tensor_model_parallel_size": 2}
-        if rank == odd_rank:
-            arguments |= difference
-        start = time.monotonic()
-        with pytest.raises(Exception) as raised:
-            ps.initialize_model_parallel(**arguments)
-        assert time.monotonic() - start < 10
-        assert not soaking.changes_since(before)
-        texts = from_all(str(raised.value))
-        del texts[odd_rank]
-        assert len({*texts}) == 1 and word in texts[0], (difference, texts)
-    ps.initialize_model_parallel(2)
-    assert total(ps.get_data_parallel_group()) == 4
-
-
-@on_ranks(4, timeout=120)
-def test_a_rank_that_waits_for_an_address_hears_of_a_failure_long_before_its_timeout(rank):
-    fault = mock.Mock(side_effect=RuntimeError("injected: no more communicators"))
-    start = time.monotonic()
-    with (
-        happens_at_group(3 if rank == 1 else None, fault),
-        pytest.raises(CreationError, match="injected: no more communicators"),
-    ):
-        ps.initialize_model_parallel(2, distributed_timeout_minutes=3)
-    # Of three minutes, of which gloo would have waited a fifth.
-    assert time.monotonic() - start < 20
-
-
-@on_ranks(4)
-def test_groups_are_created_in_a_fifth_of_their_timeout_and_then_have_all_of_it(rank):
-    creation_timeouts = []
-    options = of_torch.gloo_options
-
-    def noted(devices, timeout=None):
-        if timeout is not None:
-            creation_timeouts.append(timeout)
-        return options(devices, timeout)
-
-    with mock.patch.object(of_torch, "gloo_options", noted):
-        ps.initialize_model_parallel(2, distributed_timeout_minutes=1)
-    assert creation_timeouts and max(creation_timeouts) == timedelta(seconds=12)
-    timeouts = set()
-    for pooled in ps.current_state().pool.groups:
-        timeouts.add(pooled.group._get_backend(torch.device("cpu")).options._timeout)
-    # The second one is that of the expert twin, as megatron-core has it.
-    assert timeouts == {timedelta(minutes=1), c10d.default_pg_timeout}
-    assert creation.creation_timeout(None, timedelta(seconds=9)) == timedelta(seconds=2)
-    assert creation.creation_timeout("nccl", timedelta(seconds=60)) is None
+    assert not faults.lives(8)
 
 
 def use_up_descriptors():
@@ -169,33 +51,6 @@ def test_a_process_without_descriptors_says_so_and_lives(rank):
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert "rank 1 could not create" in str(caught.value)
     assert "ulimit -n" in str(caught.value)
-
-
-@on_ranks(2)
-def test_an_interrupt_that_comes_when_torch_alone_has_a_group_leaves_none(rank):
-    grid = HyperCommGrid([2], ["dp"])
-    before = len(open_groups())
-    with (
-        mock.patch("hypergrid.groups.pool.PooledGroup", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        grid.create_pg("dp")
-    assert len(open_groups()) == before
-    from_all(None)
-    assert total(grid.create_pg("dp")) == 2
-
-
-@on_ranks(2)
-def test_an_interrupt_that_comes_when_all_ranks_have_their_groups_leaves_none(rank):
-    grid = HyperCommGrid([2], ["dp"])
-    before = open_groups()
-    with (
-        mock.patch("hypergrid.agreement.commit._tell_untold", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        grid.create_pg("dp")
-    grid.destroy(abort=True)
-    assert open_groups() == before
 
 
 @pytest.mark.parametrize("stdout", ["closed", "full", "in ASCII"])
@@ -244,37 +99,6 @@ def test_windows_that_overlap_are_refused_by_the_ranks_of_both(rank):
     ps.initialize_model_parallel(2, local_world_size=4, rank_offset=rank // 4 * 4)
     ps.destroy_model_parallel()
     ps.initialize_model_parallel(2)  # the next life may have other windows
-
-
-@on_ranks(4, backend="", timeout=60)
-def test_a_rank_killed_half_way_is_an_error_of_all_others_and_all_can_restart(rank):
-    def start(life):
-        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-        store = dist.PrefixStore(f"life {life}", store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-
-    def initialize():
-        ps.initialize_model_parallel(2, distributed_timeout_minutes=4 / 60)
-
-    text = ""
-    if rank == 2:
-        child = os.fork()
-        if child == 0:
-            start(1)
-            with happens_at_group(5, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-                initialize()
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    else:
-        start(1)
-        with pytest.raises(CreationError) as caught:
-            initialize()
-        text = str(caught.value)
-        assert len(open_groups()) == 1 and not ps.is_initialized()
-        dist.destroy_process_group()
-    assert any("could not create" in heard for heard in from_all(text))
-    start(2)
-    initialize()
-    assert total(ps.get_data_parallel_group()) == 2
 
 
 GROUPS_OF_A_SCRIPT = """

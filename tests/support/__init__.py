@@ -18,8 +18,7 @@ Hangs and failures
     simulation      runs a program without ranks, and writes its dumps
     laws            measures the verdicts on these dumps, and on some of them
     recorded        the files that a rank leaves: flight recorder, stacks, groups
-    soaking         promises about failures, tried as often as asked
-    chaos           one random fault at a random Python call, and the laws for what follows
+    faults          the fault injector: one fault on one rank in one operation, and the laws
     hostile         garbled and absurd files for the command line
     cluster_scripts scripts of clusters and what they launch; what bash makes of one command
 Programs and pages

@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-
-from tests.support import own_lines
 
 
 class RankFailure(AssertionError):
@@ -86,28 +83,21 @@ def total(group: dist.ProcessGroup | None = None, value: float = 1.0) -> float:
     return summand.item()
 
 
-def descriptors(at_most: int | None = None) -> int:
-    """How many descriptors this process has open; waits up to 10 s until they are `at_most`.
-
-    Gloo closes the sockets of a destroyed group in a thread of its own.
-    """
-    deadline = time.monotonic() + 10
-    while True:
-        gc.collect()
-        count = len(os.listdir("/proc/self/fd"))
-        if at_most is None or count <= at_most or time.monotonic() > deadline:
-            return count
-        time.sleep(0.01)
+def own_sockets() -> list[socket.socket]:
+    """Duplicates of this process's sockets; the caller closes them."""
+    duplicates = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            duplicates.append(socket.socket(fileno=os.dup(int(name))))
+        except OSError:  # a file, or closed meanwhile
+            continue
+    return duplicates
 
 
 def sockets() -> tuple[int, int]:
     """How many of this process's sockets listen, and how many are connected."""
     listening = connected = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            copied = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue
+    for copied in own_sockets():
         with copied:
             try:
                 listening += copied.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -206,48 +196,6 @@ def statuses(
             os.kill(process, signal.SIGKILL)
         for process in running:
             os.waitpid(process, 0)
-
-
-def run_scripts(
-    world: int, body: Callable[..., Any], *args: Any, runs: int = 1, timeout: float = 40
-) -> list[list[str]]:
-    """Call ``body(rank, *args)`` as scripts of a user's; give what each rank of each run printed.
-
-    Nobody waits at the end: what ``body`` raises ends its process as it ends a script's, with the
-    interpreter's own tidying, and rank 0 takes the store along. ``body`` is a module's function.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        call = Path(directory, "call")
-        call.write_bytes(pickle.dumps((world, body, args, runs, timeout)))
-        code = f"import sys; sys.path[:0] = {sys.path!r}; from tests.support.forked import _scripts"
-        command = [sys.executable, "-c", f"{code}; _scripts({str(call)!r})"]
-        subprocess.run(command, check=True, timeout=runs * timeout + 60)
-        return [
-            [own_lines(Path(directory, f"{run}.{rank}").read_text()) for rank in range(world)]
-            for run in range(runs)
-        ]
-
-
-def _scripts(call: str) -> None:
-    world, body, args, runs, timeout = pickle.loads(Path(call).read_bytes())
-    for run in range(runs):
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(world)
-        children = {}
-        for rank in range(world):
-            printed = Path(call).with_name(f"{run}.{rank}").open("wb")
-            pid = os.fork()
-            if pid == 0:
-                for stream in (1, 2):
-                    os.dup2(printed.fileno(), stream)
-                _start(rank, world, listener, "gloo")
-                body(rank, *args)
-                sys.exit()
-            children[pid] = rank
-            printed.close()
-        listener.close()
-        statuses(children, timeout)
 
 
 def device_of(rank: int) -> torch.device:
