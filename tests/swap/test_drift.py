@@ -8,17 +8,14 @@ import pytest
 from compat import hyper_comm_grid, parallel_state
 from compat.megatron import sources
 from compat.swap import drift
+from tests.shadows.judging import edited
+from tests.shadows.running import write_tree
 from tests.support import ROOT, warm
 from tests.support.stock import MAIN, following, have_stock, source
 
 # Of a change of stock's file, by its kind: what it replaces (null: it is added to the end), the
 # new text, and what is said of it.
 CHANGES = json.loads((ROOT / "tests" / "swap" / "drift.json").read_text())
-
-
-def edited(text, old, new):
-    assert old is None or old in text, old
-    return text + new if old is None else text.replace(old, new)
 
 
 def check_release(release, folder):
@@ -62,23 +59,43 @@ print([*map(drift.refuse_drift, drift.REPLACEMENTS)])
 """
 
 
+MEANINGLESS = """
+from compat import parallel_state as ps
+try:
+    ps.initialize_model_parallel()
+except TypeError as error:
+    print(error)
+"""
+
+
+def run_beside(release, folder, code, *replacements):
+    """Lines that are printed by code which finds an edited parallel_state of a release."""
+    text = source(release)
+    for old, new in replacements:
+        text = edited(text, old, new)
+    write_tree(folder, release, text)
+    variables = following(release)
+    variables["PYTHONPATH"] = f"{folder}:{variables['PYTHONPATH']}"
+    return warm.run("-c", code, **variables).stdout.splitlines()
+
+
 @pytest.mark.parametrize("release", MAIN)
 def test_constant_defaults_of_initialisation_are_taken_over(release, tmp_path):
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").touch()
-    for file in ("package_info.py", "hyper_comm_grid.py"):
-        (core / file).write_text(source(release, file))
-    text = edited(source(release), 'str = "tp-cp-ep-dp-pp"', 'str = "tp-cp-ep-pp-dp"')
-    text = edited(text, "timeout_minutes: int = 30", "timeout_minutes: int = 45")
-    (core / "parallel_state.py").write_text(text)
-    paths = {"PYTHONPATH": f"{tmp_path}:{following(release)['PYTHONPATH']}"}
-    done = warm.run("-c", DEFAULTS, **{**following(release), **paths})
-    assert done.stdout.splitlines() == [
-        "tp-cp-ep-pp-dp 45",
-        "tp-cp-ep-pp-dp 0:45:00",
-        "[[], []]",
-    ], done.stderr
+    printed = run_beside(
+        *(release, tmp_path, DEFAULTS),
+        ('str = "tp-cp-ep-dp-pp"', 'str = "tp-cp-ep-pp-dp"'),
+        ("timeout_minutes: int = 30", "timeout_minutes: int = 45"),
+    )
+    assert printed == ["tp-cp-ep-pp-dp 45", "tp-cp-ep-pp-dp 0:45:00", "[[], []]"]
+
+
+@pytest.mark.parametrize("release", MAIN)
+def test_a_default_of_none_that_only_stocks_body_explains_is_refused_when_it_is_used(
+    release, tmp_path
+):
+    flag = "create_gloo_process_groups: bool = "
+    (line,) = run_beside(release, tmp_path, MEANINGLESS, (f"{flag}True", f"{flag}None"))
+    assert "create_gloo_process_groups=None is the default of this Megatron" in line
 
 
 def test_a_file_that_is_not_python_is_refused_by_name(tmp_path):

@@ -301,14 +301,6 @@ def test_a_misspelt_variable_is_refused_in_a_line_before_the_script(
     assert run(HYPERGRID_SWAP="0") == (0, "went on\n", "")
 
 
-@pytest.mark.parametrize("order", ["tp-xp-dp", "tp_dp", ""])
-def test_a_misspelt_order_is_refused_by_the_launcher(tmp_path, order):
-    run = ["-m", "compat.launch", "--order", order, script(tmp_path, "print('went on')")]
-    code, out, errors = start(*run, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert (code, out) == (2, "") and "Traceback" not in errors
-    assert f"order '{order}' names " in errors and "The order comes from --order." in errors
-
-
 LAYS_OUT = """
     import os, sys
     import torch.distributed as dist
