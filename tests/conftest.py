@@ -1,6 +1,7 @@
 """Shared by all tests: which are slow, and a world in this process."""
 
 import functools
+import gc
 import os
 import random
 
@@ -127,6 +128,15 @@ def fake_world():
 def loaded_dynamo():
     """What DDP, FSDP and optimizers import, loaded once for all ranks that a test forks."""
     import torch._dynamo  # noqa: F401
+
+
+@pytest.fixture
+def no_pools_of_earlier_tests():
+    """Forget those whose groups torch no longer has: forked ranks inherit them otherwise."""
+    from hypergrid.groups.pool import live_pools
+
+    live_pools()
+    gc.collect()
 
 
 @pytest.fixture

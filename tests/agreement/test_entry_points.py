@@ -23,6 +23,8 @@ from tests.support import table
 from tests.support.faults import changes_since, happens_at_group, process_state
 from tests.support.forked import from_all, on_ranks, open_groups, store, total
 
+pytestmark = pytest.mark.usefixtures("no_pools_of_earlier_tests")
+
 # Each function calls an entry point and gives what destroys the groups that it has created.
 
 

@@ -81,6 +81,7 @@ def test_collectives_over_every_combination_of_dims(rank):
     assert len(open_groups()) == 1
 
 
+@pytest.mark.usefixtures("no_pools_of_earlier_tests")
 @on_ranks(2)
 def test_groups_of_a_grid_that_nobody_holds_are_known_as_long_as_torch_knows_them(rank):
     group = HyperCommGrid([2], ["tp"]).create_pg("tp")

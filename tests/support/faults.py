@@ -353,12 +353,20 @@ def _use_up_memory(life: Life) -> None:
     _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + (1 << 20))
 
 
-def _shut_connections(life: Life) -> None:
-    """Shut all connections of this process but that of the harness."""
-    for connection in own_sockets():
-        with connection, contextlib.suppress(OSError):  # listens, or was never connected
-            if connection.getpeername()[1] != life.harness.port:
-                connection.shutdown(socket.SHUT_RDWR)
+def _shut_a_connection(life: Life) -> None:
+    """Shut one connection of this process, and not that of the harness."""
+    connections = []
+    duplicates = own_sockets()
+    for duplicate in duplicates:
+        with contextlib.suppress(OSError):  # listens, or was never connected
+            if duplicate.getpeername()[1] != life.harness.port:
+                connections.append(duplicate)
+    if connections:
+        chosen = connections[int(life.case.place * 1000) % len(connections)]
+        with contextlib.suppress(OSError):  # its other end may have closed it already
+            chosen.shutdown(socket.SHUT_RDWR)
+    for duplicate in duplicates:
+        duplicate.close()
 
 
 def _start_a_thread(life: Life) -> None:
@@ -405,7 +413,7 @@ AT_A_CALL: dict[str, Callable[[Life], None]] = {
     "late": lambda life: time.sleep(life.case.pause),
     "descriptors": lambda life: _limit(resource.RLIMIT_NOFILE, 3),
     "memory": _use_up_memory,
-    "connections": _shut_connections,
+    "connection": _shut_a_connection,
     "thread": _start_a_thread,
     "fork": _fork,
 }
@@ -414,7 +422,7 @@ AROUND: dict[str, Callable[[Life], contextlib.AbstractContextManager[None]]] = {
     "argument": _another_argument,
 }
 # After these the process is of no more use; gloo itself ends one without descriptors or memory.
-LASTING = ("kill", "descriptors", "memory", "connections")
+LASTING = ("kill", "descriptors", "memory", "connection")
 
 
 def _limit(kind: int, amount: int) -> None:
@@ -573,7 +581,7 @@ def _broken_by_rank(
 def _names_the_cause(case: Case, error: str) -> bool:
     """Whether a survivor's error has the faulty rank, what it said, or the store that it served."""
     causes = ["injected", "KeyboardInterrupt", "hypergrid.abort()", "thread"]
-    if case.rank == 0 and case.store_on_rank_0:
+    if case.rank == 0 and case.store_on_rank_0 and case.fault in LASTING:
         causes.append("lost the store")
     if any(cause in error for cause in causes):
         return True

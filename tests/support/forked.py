@@ -11,12 +11,13 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,9 @@ def own_sockets() -> list[socket.socket]:
     """Duplicates of this process's sockets; the caller closes them."""
     duplicates = []
     for name in os.listdir("/proc/self/fd"):
-        try:
-            duplicates.append(socket.socket(fileno=os.dup(int(name))))
-        except OSError:  # a file, or closed meanwhile
-            continue
+        with suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                duplicates.append(socket.socket(fileno=os.dup(int(name))))
     return duplicates
 
 
