@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -66,9 +67,14 @@ def keep(
     pattern: str,
     options: list[str],
     environment: Mapping[str, str] | None = None,
+    whole_with: str = "",
 ) -> None:
-    """Put the files of an archive whose path matches under ``.cache/FOLDER``, by their group 1."""
-    if (CACHE / folder).is_dir():
+    """Put the files of an archive whose path matches under ``.cache/FOLDER``, by their group 1.
+
+    Does nothing where that is done. A folder that an earlier pattern left without ``whole_with``
+    is replaced.
+    """
+    if (CACHE / folder / whole_with).is_dir():
         return
     with tempfile.TemporaryDirectory() as scratch, whole(folder) as new:
         pip(["download", "--dest", scratch, *options], {wanted: digest}, environment)
@@ -76,8 +82,9 @@ def keep(
         for path, content in _files(archive, re.compile(pattern)):
             (new / path).parent.mkdir(parents=True, exist_ok=True)
             (new / path).write_bytes(content)
-        if not any(new.iterdir()):
+        if not any(new.iterdir()) or not (new / whole_with).is_dir():
             raise fail(f"{wanted} has not the files it should have")
+        shutil.rmtree(CACHE / folder, ignore_errors=True)
 
 
 def _files(archive: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, bytes]]:

@@ -1,7 +1,7 @@
-"""Runs an unchanged file of a Megatron-LM checkout on eight gloo ranks of this machine's CPU.
+"""Runs an unchanged file of a Megatron-LM checkout on gloo ranks of this machine's CPU.
 
-    python scripts/on_gloo.py FOLDER Megatron-LM pretrain_gpt.py ARGUMENTS
-    python -m compat.launch scripts/on_gloo.py FOLDER Megatron-LM tests/unit_tests/test_utils.py
+    python scripts/on_gloo.py 8 FOLDER Megatron-LM pretrain_gpt.py ARGUMENTS
+    python -m compat.launch scripts/on_gloo.py 8 FOLDER Megatron-LM tests/unit_tests/test_utils.py
 
 One process imports Megatron and forks the ranks. CUDA is answered by the CPU and NCCL by gloo. Rank
 3 prints to FOLDER/rank3.log. Into FOLDER/rank3.txt go the losses and the gradient norm of each
@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-RANKS = 8
 # A rank that failed leaves others in a collective: they have so many seconds to end.
 GRACE = 60.0
 # A rank ends after so many seconds, whatever it waits for.
@@ -40,10 +39,11 @@ LIMIT = 240
 
 def main() -> None:
     """Import what the file imports, fork the ranks, and wait for them."""
-    folder, checkout, file, *arguments = sys.argv[1:]
+    count, folder, checkout, file, *arguments = sys.argv[1:]
+    ranks = int(count)
     os.chdir(folder)
     sys.path.insert(0, checkout)
-    answer_cuda()
+    answer_cuda(ranks)
     is_training = not file.startswith("tests")
     if is_training:
         answer_builds()
@@ -52,17 +52,17 @@ def main() -> None:
     else:
         # The tests' own utilities import it, where the release has them.
         import_module("megatron.training")
-    listener = socket.create_server(("127.0.0.1", 0), backlog=RANKS)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
         # As under torchrun: the process that started the ranks serves their store.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     processes = set()
-    for rank in range(RANKS):
+    for rank in range(ranks):
         process = os.fork()
         if process:
             processes.add(process)
@@ -90,7 +90,7 @@ def main() -> None:
     os._exit(0 if succeeded else 1)
 
 
-def answer_cuda() -> None:
+def answer_cuda(ranks: int) -> None:
     """Make torch answer with the CPU what training and tests ask of CUDA and NCCL."""
     from compat.verification import on_cpu
 
@@ -99,7 +99,7 @@ def answer_cuda() -> None:
     torch.compiler.set_stance("force_eager")
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
-    cuda.device_count = lambda: RANKS
+    cuda.device_count = lambda: ranks
     cuda.get_device_capability = lambda *_: (8, 0)
     cuda.get_device_properties = lambda *_: SimpleNamespace(
         major=8, minor=0, name="CPU", total_memory=0

@@ -1,8 +1,10 @@
 """A fetched file has the digest that is written down, and is in .cache whole or not at all."""
 
+import hashlib
 import runpy
 import sys
 import zipfile
+from functools import partial
 
 import pytest
 
@@ -37,6 +39,19 @@ def test_an_archive_of_another_digest_is_refused_and_nothing_is_left(fetching, t
     with pytest.raises(SystemExit, match=r"cannot fetch other==1\.0: ERROR.*HASHES"):
         fetching.keep("other-1.0", "other==1.0", "0" * 64, r"other/(\w+\.py)", [])
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_lacks_what_is_kept_now_is_fetched_again(fetching, tmp_path):
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    folder = tmp_path / "cache" / "other-1.0"
+    (folder / "more").mkdir(parents=True)
+    fetch = partial(fetching.keep, "other-1.0", "other==1.0", digest, r"(other/\w+\.py)", [])
+    fetch(whole_with="more")
+    assert not (folder / "other").exists()
+    fetch(whole_with="other")
+    assert (folder / "other" / "kept.py").read_text() == FILES["other/kept.py"]
+    assert not (folder / "more").exists()
 
 
 def test_every_release_that_the_tests_read_has_a_digest(fetching, monkeypatch):
