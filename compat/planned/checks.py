@@ -175,8 +175,6 @@ def _refused_stages(job: Job, flags: Set[str]) -> Iterator[Finding]:
             pipeline_size * (request.virtual_pipeline_model_parallel_size or layers_each),
         )
     stages = pipeline_size
-    if "layers_per_stage" in settings and layers_each > 0:
-        stages = layers // layers_each
     stage_layout = settings.get("stage_layout")
     if stage_layout is not None:
         stages = stages_of(stage_layout)

@@ -121,3 +121,76 @@ def test_a_generator_whose_groups_descend_is_warned_of_once(rank):
     told = [str(each.message) for each in caught if "do not ascend" in str(each.message)]
     assert len(told) == 1
     assert "such as [2, 0] over dp" in told[0]
+
+
+def another_get_ranks(module):
+    plain = module.RankGenerator.get_ranks
+    tensor_ranks = [[0, 2], [1, 3]]
+    module.RankGenerator.get_ranks = lambda generator, token: (
+        tensor_ranks if token == "tp" else plain(generator, token)
+    )
+
+
+def another_order_behind_init(module):
+    plain = module.RankGenerator.__init__
+
+    def init(generator, *args, **kwargs):
+        plain(generator, *args, **kwargs)
+        generator.order = "-".join(sorted(generator.order.split("-")))
+        sizes = generator.name_to_size
+        generator.ordered_size = [sizes[name] for name in generator.order.split("-")]
+
+    module.RankGenerator.__init__ = init
+
+
+def a_subclass_with_another_mask(module):
+    class Generator(module.RankGenerator):
+        def get_mask(self, order, token):
+            return super().get_mask(order, {"tp": "dp", "dp": "tp"}.get(token, token))
+
+    module.RankGenerator = Generator
+
+
+def a_subclass_without_its_parents_init(module):
+    class Generator(module.RankGenerator):
+        def __init__(self, tp, ep, dp, pp, cp, order, rank_offset=0):
+            self.name_to_size = {"dp": dp, "tp": tp, "cp": cp, "ep": ep, "pp": pp}
+            self.order = "-".join(self.name_to_size)
+            self.ordered_size = list(self.name_to_size.values())
+            self.world_size = 4
+            self.rank_offset = 0
+
+    module.RankGenerator = Generator
+
+
+def groups_with(replace, module):
+    """The ranks of this rank's groups, with RankGenerator replaced for this time."""
+    generator = module.RankGenerator
+    parts = {name: vars(generator)[name] for name in ("__init__", "get_ranks")}
+    replace(module)
+    try:
+        module.initialize_model_parallel(tensor_model_parallel_size=2)
+        tensor_group = module.get_tensor_model_parallel_group()
+        data_group = module.get_data_parallel_group()
+        ranks = [dist.get_process_group_ranks(group) for group in (tensor_group, data_group)]
+        module.destroy_model_parallel()
+    finally:
+        module.RankGenerator = generator
+        for name, part in parts.items():
+            setattr(generator, name, part)
+    return ranks
+
+
+@on_ranks(4)
+def test_what_replaces_a_part_of_rank_generator_decides_the_groups_as_on_stock(rank):
+    stock = load_stock("0.16.1")
+    for replace in (
+        another_get_ranks,
+        another_order_behind_init,
+        a_subclass_with_another_mask,
+        a_subclass_without_its_parents_init,
+    ):
+        expected = groups_with(replace, stock)
+        assert {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}[rank] == expected[0]
+        assert groups_with(replace, ps) == expected, replace.__name__
+    assert groups_with(lambda module: None, ps)[0] == [rank // 2 * 2, rank // 2 * 2 + 1]
