@@ -4,7 +4,6 @@ import os
 import threading
 import time
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import hypergrid
 from compat import parallel_state as ps
-from hypergrid import AbortedError, HyperCommGrid
+from hypergrid import AbortedError
 from tests.support import nccl_rules
 from tests.support.forked import from_all, on_ranks, open_groups
 from tests.support.nccl_rules import DEVICE, HAVE_PAIRS, start
@@ -122,24 +121,6 @@ def test_a_group_that_the_watchdog_has_aborted_is_noticed_where_torch_tells(rank
 
 def by_splits():
     ps.initialize_model_parallel(creation="split", create_gloo_process_groups=False)
-
-
-@on_ranks(2, backend="")
-def test_each_split_has_its_own_options_so_that_no_timeout_changes_another_groups(rank):
-    world = start(rank, 2, kind="nccl, bound")
-    shared = nccl_rules.Options()
-    with HyperCommGrid([2], ["dp"]).two_phase_commit({"groups over": "all"}) as pool:
-        pool.agreement = replace(pool.agreement, creation="split")
-        for minutes in (1, 2, 3, 4):
-            options = {"timeout": timedelta(minutes=minutes)}
-            if minutes > 2:
-                options["pg_options"] = shared
-            pool.make(f"{minutes}", {"": (0, 1)}, lambda: [(0, 1)], **options)
-    for minutes, pooled in enumerate(pool.groups, start=1):
-        assert pooled.group.options._timeout == timedelta(minutes=minutes)
-        assert pooled.group.options.group_name == pooled.group.group_name
-    assert world.options._timeout == timedelta(minutes=30) and shared.group_name == ""
-    from_all(None)
 
 
 @pytest.mark.parametrize("kind", ["nccl, unbound", "nccl, bound", "nccl2", "nccl-lazy"])
