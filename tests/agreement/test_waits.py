@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import hypergrid
 from compat import members_only
 from compat import parallel_state as ps
 from hypergrid import HyperCommGrid, logs
-from hypergrid.agreement import commit, connections, store, waits
+from hypergrid.agreement import commit, store, waits
 from hypergrid.agreement.connections import at_the_store, to_the_store
 from tests.support import forked, nccl_rules
 from tests.support.faults import Case, broken_laws, run
@@ -187,18 +186,17 @@ def test_the_lowest_rank_warns_and_another_when_it_is_stopped_at_one_further_cal
     assert shared.calls["append", "places"] == 63
 
 
-@pytest.mark.parametrize("ranks", [8, 4096, 131_072])
-def test_the_more_ranks_wait_the_less_often_each_looks(ranks, monkeypatch):
+@pytest.mark.parametrize("ranks", [8, 4096, 100_000])
+def test_all_ranks_together_look_at_most_20_000_times_a_second(ranks, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(store, "_sleep", lambda pause: now.__setitem__(0, now[0] + pause))
     looks = []
     with pytest.raises(dist.DistStoreError):
         store.look_until(lambda: looks.append(now[0]), timedelta(minutes=1), ranks)
-    pauses = [later - earlier for earlier, later in pairwise(looks[:-1])]
-    assert all(pause > min(5, ranks / 20_000) - 1e-9 for pause in pauses)
-    assert max(pauses) < max(0.5, min(5, ranks / 20_000)) + 1e-9
-    assert len(looks) < 160
+    for waited, following in pairwise(looks[:-1]):
+        of_a_small_world = min(0.5, max(0.0005, waited / 16))
+        assert following - waited == pytest.approx(max(ranks / 20_000, of_a_small_world))
 
 
 # Who has ended.
@@ -217,10 +215,6 @@ def test_the_more_ranks_wait_the_less_often_each_looks(ranks, monkeypatch):
 def test_a_rank_that_has_ended_is_named_and_one_that_is_stopped_is_waited_for(case):
     world = run(case)
     assert "fault" in world[2].steps and not broken_laws(case, world)
-    for outcome in (world[0], world[1], world[3]):
-        _, error = outcome.steps["operation"]
-        expected = "rank 2 of ranks 0..3 cannot take part" if case.fault == "kill" else ""
-        assert expected in error and bool(error) == bool(expected)
 
 
 @on_ranks(2)
@@ -228,19 +222,6 @@ def test_the_host_that_serves_the_store_knows_the_connection_of_each_process(ran
     own = from_all(to_the_store(forked.store()))
     assert own[0] and own[1] and not set(own[0]) & set(own[1])
     assert at_the_store(forked.store()) == {*own[0], *own[1]}
-
-
-def test_the_kernels_table_is_read_in_both_families():
-    rows = [
-        "  sl  local_address rem_address   st tx_queue",
-        "   0: 0100007F:1F90 0100007F:D431 01 00000000:00000000",
-        "   1: 0100007F:1F90 0100007F:D432 08 00000000:00000000",  # its process has ended
-        "   2: 0100007F:1F91 0100007F:D433 01 00000000:00000000",  # of another server
-    ]
-    assert connections._established(rows[1:], socket.AF_INET, 8080) == {"127.0.0.1:54321"}
-    mapped = "0000000000000000FFFF00000100007F"
-    rows = [f"   0: {mapped}:1F90 {mapped}:D431 01 00000000:00000000"]
-    assert connections._established(rows, socket.AF_INET6, 8080) == {"127.0.0.1:54321"}
 
 
 # What a job logs.

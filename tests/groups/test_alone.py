@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from compat import parallel_state as ps
 from hypergrid import HyperCommGrid, of_torch
+from hypergrid.groups.creation import expected
+from hypergrid.policy import Policy
 from tests.support import nccl_rules
 from tests.support.backends import register
 from tests.support.forked import from_all, join, on_ranks, total
@@ -90,6 +92,7 @@ def test_with_two_backends_neither_half_connects_and_both_work(rank):
     )
     join(rank, 2, backend="cpu:gloo,cuda:splitting")
     dist.group.WORLD.bound_device_id = CUDA
+    assert expected(Policy()).way == "split"
     grid = HyperCommGrid([1, 2], ["tp", "dp"])
     group = grid.create_pg("tp", timeout=timedelta(minutes=7))
     assert calls == [] and dist.group.WORLD.bound_device_id == group.bound_device_id == CUDA
@@ -99,8 +102,11 @@ def test_with_two_backends_neither_half_connects_and_both_work(rank):
     assert total(group, 5) == 5  # gloo's half
     work = of_torch.part_of(group, CUDA).allreduce([torch.ones(1)])
     work.wait()
-    grid.create_pg("dp")
+    several = grid.create_pg("dp")
     assert calls == ["connect"]
+    # Torch itself gives each half of a split options of its own.
+    of_gloo, of_cuda = of_torch.parts_of(several)
+    assert of_gloo.options is not of_cuda.options
 
 
 @on_ranks(2, backend="")

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -11,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from compat import parallel_state as ps
-from hypergrid import AgreementError, CreationError, HyperCommGrid, of_torch
+from hypergrid import AgreementError, of_torch
 from hypergrid.groups import creation, gloo
 from hypergrid.policy import WAYS, Abilities, Agreement, Policy
 from tests.support import ROOT
-from tests.support.forked import from_all, on_ranks, open_groups, run_ranks
-from tests.support.groups import check_all_reduce, state_groups
+from tests.support.forked import from_all, on_ranks
+from tests.support.groups import check_all_reduce
 
 pytestmark = pytest.mark.usefixtures("clean_state")
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -156,35 +155,6 @@ def test_a_name_is_a_decimal_digest_of_label_ranks_and_epoch(fake_world):
     assert len(names) == 4
 
 
-def shared_on(rank, share, creation):
-    """Which label has whose communicator, and what each name answers."""
-    ps.initialize_model_parallel(**LAYOUT, share=share, creation=creation)
-    check_all_reduce(rank)
-    pool = ps.current_state().pool
-    sharing = {pooled.label: pooled.shares for pooled in pool.groups if pooled.shares}
-    assert len(open_groups()) - 1 == len(pool.groups) - len(sharing)
-    answers = {"src": ps.get_data_parallel_src_rank(), "all": ps.get_all_ranks()}
-    for slot, group in state_groups().items():
-        ranks = dist.get_process_group_ranks(group)
-        assert (group.rank(), group.size()) == (ranks.index(rank), len(ranks))
-        answers[slot] = ranks
-    ps.destroy_model_parallel()
-    assert len(open_groups()) == 1
-    return sharing, answers
-
-
-def test_sharing_gives_every_name_the_same_answers_on_fewer_communicators():
-    apart = run_ranks(8, shared_on, "none", "auto")
-    shared = run_ranks(8, shared_on, "all", "auto")
-    # Also where every rank takes part in creating each group.
-    assert run_ranks(8, shared_on, "all", "everyone") == shared
-    for (nothing, expected), (sharing, answers) in zip(apart, shared, strict=True):
-        assert nothing == {} and answers == expected
-        assert sharing["DATA_PARALLEL_GROUP"] == "DATA_PARALLEL_GROUP_WITH_CP"
-        alone = ("PIPELINE_MODEL_PARALLEL_GROUP", "_GLOO", "_AG")
-        assert not any(label.endswith(alone) for label in (*sharing, *sharing.values()))
-
-
 def test_groups_that_are_served_by_sharp_share_with_nobody(fake_world):
     fake_world(8)
     with (
@@ -208,25 +178,3 @@ def test_choices_come_from_the_environment_then_arguments(monkeypatch):
     monkeypatch.setenv("HYPERGRID_CONNECT", "later")
     with pytest.raises(ValueError, match="HYPERGRID_CONNECT='later' is invalid: use one of torch"):
         Policy.resolve()
-
-
-@pytest.mark.parametrize("connect", ["torch", "eager"])
-@on_ranks(4)
-def test_what_cannot_connect_is_a_creation_error_on_all_only_where_it_is_tried(rank, connect):
-    def connects_when_first_used(store, place, size, timeout):
-        options = c10d.ProcessGroupGloo._Options()
-        options._devices = [c10d.ProcessGroupGloo.create_default_device(lazy_init=True)]
-        options._threads = 2
-        options._timeout = timedelta(seconds=3)
-        if rank == 3:  # meets nobody there
-            store = dist.PrefixStore("elsewhere", store)
-        return c10d.ProcessGroupGloo(store, place, size, options)
-
-    dist.Backend.register_backend("late", connects_when_first_used, devices=["cpu"])
-    os.environ["HYPERGRID_CONNECT"] = connect
-    grid = HyperCommGrid([2, 2], ["tp", "dp"], backend="late")
-    if connect == "torch":
-        assert grid.create_pg("tp").size() == 2
-        return
-    with pytest.raises(CreationError, match=r"tp of ranks 2\.\.3 with late"):
-        grid.create_pg("tp", timeout=timedelta(seconds=3))

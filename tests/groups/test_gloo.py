@@ -133,6 +133,17 @@ def _outcome_of_creation(rank, room):
     return "created"
 
 
+@on_ranks(1)
+def test_a_process_without_descriptors_for_a_group_says_so_and_lives(rank):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    with gloo.connecting(), pytest.raises(RuntimeError, match="ulimit -n"):
+        c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=5))
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.mark.parametrize("stacks", [1.5, 2.2, 2.7, 40])
 def test_a_process_with_memory_for_some_of_a_groups_threads_says_so_and_lives(stacks):
     """Torch's constructor ends the process where one thread starts and the next does not."""

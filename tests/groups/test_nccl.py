@@ -4,7 +4,6 @@ import os
 import threading
 import time
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -120,28 +119,6 @@ def test_a_group_that_the_watchdog_has_aborted_is_noticed_where_torch_tells(rank
         hypergrid.raise_if_aborted()
 
 
-def by_splits():
-    ps.initialize_model_parallel(creation="split", create_gloo_process_groups=False)
-
-
-@on_ranks(2, backend="")
-def test_each_split_has_its_own_options_so_that_no_timeout_changes_another_groups(rank):
-    world = start(rank, 2, kind="nccl, bound")
-    shared = nccl_rules.Options()
-    with HyperCommGrid([2], ["dp"]).two_phase_commit({"groups over": "all"}) as pool:
-        pool.agreement = replace(pool.agreement, creation="split")
-        for minutes in (1, 2, 3, 4):
-            options = {"timeout": timedelta(minutes=minutes)}
-            if minutes > 2:
-                options["pg_options"] = shared
-            pool.make(f"{minutes}", {"": (0, 1)}, lambda: [(0, 1)], **options)
-    for minutes, pooled in enumerate(pool.groups, start=1):
-        assert pooled.group.options._timeout == timedelta(minutes=minutes)
-        assert pooled.group.options.group_name == pooled.group.group_name
-    assert world.options._timeout == timedelta(minutes=30) and shared.group_name == ""
-    from_all(None)
-
-
 @pytest.mark.parametrize("kind", ["nccl, unbound", "nccl, bound", "nccl2", "nccl-lazy"])
 @on_ranks(2, backend="")
 def test_eager_connects_the_pipeline_but_not_unbatched_sends_that_have_own_pairs(rank, kind):
@@ -168,8 +145,22 @@ def test_a_rank_that_fails_before_its_split_fails_all_if_connecting_does_not_blo
         connect = mock.Mock(side_effect=MemoryError("this rank's own"))
     splits = mock.patch.object(nccl_rules.Group, "eager_connect_single_device", connect)
     with splits, pytest.raises((hypergrid.CreationError, MemoryError)) as caught:
-        by_splits()
+        ps.initialize_model_parallel(creation="split", create_gloo_process_groups=False)
     assert (caught.type is MemoryError) == (rank == 1)
     assert rank == 1 or "NCCL timeout" in str(caught.value) or "rank 1" in str(caught.value)
     assert {*open_groups()} == {dist.group.WORLD}
     from_all(None)
+
+
+@on_ranks(2, backend="")
+def test_what_cannot_connect_is_a_creation_error_on_all(rank):
+    start(rank, 2)
+    os.environ["HYPERGRID_CONNECT"] = "eager"
+    barrier = nccl_rules.Group.barrier
+    if rank == 1:
+        barrier = mock.Mock(side_effect=RuntimeError("no route"))
+    with (
+        mock.patch.object(nccl_rules.Group, "barrier", barrier),
+        pytest.raises(hypergrid.CreationError, match=r"rank 1 could not create tp .*no route"),
+    ):
+        HyperCommGrid([2], ["tp"]).create_pg("tp", timeout=timedelta(seconds=3))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -16,10 +15,9 @@ from torch.distributed import distributed_c10d as c10d
 
 import hypergrid
 from compat import parallel_state as ps
-from hypergrid import AgreementError, CreationError, HyperCommGrid
+from hypergrid import AgreementError, HyperCommGrid
 from hypergrid.agreement import store as connection
 from tests.support import ROOT, faults, own_lines
-from tests.support.faults import happens_at_group
 from tests.support.forked import from_all, on_ranks, open_groups, total
 from tests.support.stock import PUBLISHED
 
@@ -30,27 +28,6 @@ def test_a_fault_in_any_function_leaves_the_process_as_before_and_a_retry_works(
 
 def test_lives_with_changing_sizes_leave_no_group_descriptor_thread_or_key():
     assert not faults.lives(8)
-
-
-def use_up_descriptors():
-    """Let this process open no further file."""
-    used = {int(name) for name in os.listdir("/proc/self/fd")}
-    free = min({*range(len(used) + 1)} - used)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, most))
-
-
-@on_ranks(4, timeout=90)
-def test_a_process_without_descriptors_says_so_and_lives(rank):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with (
-        happens_at_group(4 if rank == 1 else None, use_up_descriptors),
-        pytest.raises(CreationError) as caught,
-    ):
-        ps.initialize_model_parallel(2, distributed_timeout_minutes=0.5)
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert "rank 1 could not create" in str(caught.value)
-    assert "ulimit -n" in str(caught.value)
 
 
 @pytest.mark.parametrize("stdout", ["closed", "full", "in ASCII"])
@@ -130,7 +107,6 @@ def test_what_lives_can_be_asked_as_json_under_the_names_that_torch_uses(rank):
     ps.initialize_model_parallel(2, share="all", create_gloo_process_groups=False)
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     grid.create_pg("dp", group_desc="mine")
-    callers = ps.create_group([0, 1, 2, 3], group_desc="the user's").group_name
     record = json.loads(hypergrid.dump())
     assert (record["rank"], record["world_size"], record["schema"]) == (rank, 4, 1)
     group_of = {group["name"]: group for group in record["groups"]}
@@ -150,10 +126,6 @@ def test_what_lives_can_be_asked_as_json_under_the_names_that_torch_uses(rank):
     assert any(group["shared_with"] for group in record["groups"])
     of_grid = group_of[grid.get_pg("dp").group_name]
     assert of_grid["description"] == "mine" and "HyperCommGrid" in of_grid["owner"]
-    ps.destroy_model_parallel()
-    grid.destroy()
-    remaining = {group["name"] for group in json.loads(hypergrid.dump())["groups"]}
-    assert callers in remaining and len(remaining) == 2
 
 
 def test_a_record_can_be_written_to_a_file_and_asked_for_before_there_is_anything(tmp_path):

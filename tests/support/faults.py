@@ -19,6 +19,7 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -44,6 +45,7 @@ from compat.state import SLOTS, ParallelState
 from hypergrid.groups import pool
 from tests.support import OURS, own_keys
 from tests.support.forked import (
+    LATE,
     fork_logged,
     open_groups,
     own_sockets,
@@ -385,6 +387,14 @@ def _start_a_thread(life: Life) -> None:
     life.ends.append(end)
 
 
+def _stop(life: Life) -> None:
+    """Stop this process; a child lets it go on after the pause."""
+    own_id = os.getpid()
+    waker = subprocess.Popen(["sh", "-c", f"sleep {life.case.pause}; kill -CONT {own_id}"])
+    os.kill(own_id, signal.SIGSTOP)
+    waker.wait()
+
+
 def _fork(life: Life) -> None:
     child = os.fork()
     if child == 0:
@@ -407,7 +417,7 @@ def _another_argument(life: Life) -> Iterator[None]:
 # What happens once, where a call begins.
 AT_A_CALL: dict[str, Callable[[Life], None]] = {
     "kill": lambda life: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda life: os.kill(os.getpid(), signal.SIGSTOP),  # the parent lets it continue
+    "stop": _stop,
     "exception": lambda life: _raise(Injected("injected")),
     "interrupt": lambda life: _raise(KeyboardInterrupt()),
     "late": lambda life: time.sleep(life.case.pause),
@@ -478,7 +488,7 @@ class RankOutcome:
     """What one rank wrote, and how its process ended."""
 
     steps: dict[str, Any]
-    status: int | None  # as of os.waitpid; None: the parent had to end it
+    status: int  # of its exit; LATE: the parent had to end it
     printed: str
 
 
@@ -494,38 +504,15 @@ def run(case: Case) -> list[RankOutcome]:
         for rank in range(case.world):
             live = functools.partial(_live, case, rank, directory, harness_port, store_port)
             rank_of[fork_logged(live, directory / f"{rank}.printed")] = rank
-        status_of_rank = _wait(rank_of, case)
+        status_of_rank = statuses(rank_of, _most_seconds(case))
         world = []
         for rank in range(case.world):
             printed = (directory / f"{rank}.printed").read_text(errors="replace")
             file = directory / f"{rank}.jsonl"
             lines = file.read_text().splitlines() if file.exists() else []
             steps = dict(map(json.loads, lines))
-            world.append(RankOutcome(steps, status_of_rank.get(rank), printed))
+            world.append(RankOutcome(steps, status_of_rank[rank], printed))
         return world
-
-
-def _wait(rank_of: dict[int, int], case: Case) -> dict[int, int]:
-    """The statuses of the ranks that ended in time; the others are ended."""
-    running = dict(rank_of)
-    status_of_rank: dict[int, int] = {}
-    end = time.monotonic() + _most_seconds(case)
-    while running and time.monotonic() < end:
-        for process in list(running):
-            ended, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
-            if ended and os.WIFSTOPPED(status):
-                threading.Timer(case.pause, os.kill, (process, signal.SIGCONT)).start()
-            elif ended:
-                if status and not any(status_of_rank.values()):
-                    # Others would wait at a meeting for a rank that has ended with an error.
-                    most = 3 * (min(case.timeout, FOUND_WITHIN) + SLACK)
-                    end = min(end, time.monotonic() + most)
-                status_of_rank[running.pop(process)] = status
-        time.sleep(0.01)
-    for process in running:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    return status_of_rank
 
 
 # The laws.
@@ -535,14 +522,14 @@ def broken_laws(case: Case, world: list[RankOutcome]) -> list[str]:
     """The laws that a case broke, and how: a sentence each."""
     broken = []
     has_happened = "fault" in world[case.rank].steps
-    one_ended_badly = any(outcome.status for outcome in world)
+    one_ended_badly = any(outcome.status not in (0, LATE) for outcome in world)
     for rank, outcome in enumerate(world):
         may_end = rank == case.rank and has_happened and case.fault in LASTING
-        waits_at_a_meeting = "operation" in outcome.steps and outcome.status is None
+        waits_at_a_meeting = "operation" in outcome.steps and outcome.status == LATE
         # A rank that waits for one whose process has ended: that one is judged.
         if (may_end and outcome.status) or (waits_at_a_meeting and one_ended_badly):
             continue
-        if outcome.status is None or outcome.status:
+        if outcome.status:
             broken.append(
                 f"survives: rank {rank} has status {outcome.status} after {list(outcome.steps)}: "
                 f"{outcome.printed[-600:]}"

@@ -113,7 +113,6 @@ def run_ranks(
     *args: Any,
     backend: str = "gloo",
     timeout: float = 40,
-    expect: str = "results",
 ) -> list[Any]:
     """Call ``body(rank, *args)`` on each rank of a real process group; give what they return.
 
@@ -121,7 +120,6 @@ def run_ranks(
 
     With ``backend=""`` there is a store at MASTER_PORT, and no process group.
 
-    With ``expect="errors"`` each rank must raise, and the exceptions' (type name, text) come back.
     The port is bound here and handed to rank 0, so that nobody else can take it in between.
     """
     with _listening(world) as listener, tempfile.TemporaryDirectory() as directory:
@@ -130,7 +128,7 @@ def run_ranks(
             for rank in range(world):
                 process = os.fork()
                 if process == 0:
-                    _child(rank, world, body, args, backend, listener, directory, timeout, expect)
+                    _child(rank, world, body, args, backend, listener, directory, timeout)
                 children[process] = rank
         except BaseException:  # an interrupt
             statuses(children, 0)
@@ -145,11 +143,10 @@ def run_ranks(
                 how = f"ended with status {status}" if status < LATE else "did not finish in time"
                 raise RankFailure(f"rank {rank} {how}")
             kind, value = pickle.loads(file.read_bytes())
-            if kind == "result" and expect == "errors":
-                raise RankFailure(f"rank {rank} should have failed, it gave {value!r}")
-            if kind == "error" and expect == "results":
-                raise RankFailure(f"rank {rank}: {value[0]}: {value[1]}", value[2])
-            results.append(value[:2] if kind == "error" else value)
+            if kind == "error":
+                name, text, trace = value
+                raise RankFailure(f"rank {rank}: {name}: {text}", trace)
+            results.append(value)
         return results
 
 
@@ -293,7 +290,6 @@ def _child(
     listener: socket.socket,
     directory: str,
     timeout: float,
-    expect: str,
 ) -> None:
     gc.freeze()  # a collection would look at all that the parent has, and copy its pages
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
@@ -308,7 +304,7 @@ def _child(
             outcome = ("error", (type(error).__name__, str(error), traceback.format_exc()))
         Path(directory, f"{rank}.part").write_bytes(pickle.dumps(outcome))
         Path(directory, f"{rank}.part").rename(Path(directory, str(rank)))
-        if outcome[0] == "error" and expect == "results":
+        if outcome[0] == "error":
             os._exit(1)
         # A rank that leaves early takes its connections along: wait until all have finished.
         store.add("finished", 1)
