@@ -226,15 +226,6 @@ def test_without_an_audit_none_of_it_is_loaded():
     assert warm.run("-c", code).stdout == "[]\n"
 
 
-def test_a_recording_inside_another_counts_alone(tmp_path):
-    with audit.recording(tmp_path / "outer"):
-        ps.is_initialized()
-        with audit.recording(tmp_path / "inner"):
-            ps.is_initialized()
-        ps.is_initialized()
-    assert read(tmp_path / "outer").reads == 2 and read(tmp_path / "inner").reads == 1
-
-
 def test_a_directory_that_goes_away_is_warned_of_and_training_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(log, "_EVERY", 0.0)
     with audit.recording(tmp_path / "left"):
@@ -243,20 +234,6 @@ def test_a_directory_that_goes_away_is_warned_of_and_training_goes_on(tmp_path, 
             assert [ps.is_initialized(), ps.is_initialized()] == [False, False]
         (tmp_path / "left").mkdir()
     assert read(tmp_path / "left").reads == 2
-
-
-@pytest.mark.parametrize("suffix", [".part", ".json"])
-def test_a_link_that_another_user_put_there_is_not_written_through(tmp_path, suffix):
-    private = tmp_path / "private"
-    private.touch()
-    written = log.Log(tmp_path / "audit")
-    written.write()
-    (file,) = (tmp_path / "audit").iterdir()
-    file.with_suffix(suffix).unlink(missing_ok=True)
-    file.with_suffix(suffix).symlink_to(private)
-    written.close()
-    assert private.read_text() == ""
-    assert file.is_file() and not file.is_symlink()
 
 
 def test_a_directory_where_every_user_may_replace_files_is_refused(tmp_path):

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 
 from compat.cli.app import app
 from compat.megatron import releases
-from hypergrid import GroupPlan, GroupRow, RankLayout
 from tests.support import ROOT, table
 
 HOSTS = "--world-size 64 --gpus-per-node 8"
@@ -113,30 +112,6 @@ def test_a_saved_plan_that_makes_no_sense_is_refused_in_a_line(saved, command, c
     assert refusal in run(f"{command} {option}", 2)
 
 
-def test_a_saved_plan_may_list_ranks_in_front_of_its_layout(saved):
-    layouts = {"decoder": RankLayout(("dp",), (6,), 2)}
-    plan = GroupPlan(layouts, (GroupRow("MODEL", "decoder", ("dp",), explicit=((0, 1, 2),)),))
-    option = saved(plan.to_json())
-    assert row(run(f"plan {option}"), "MODEL") == "dp 3 1 1"
-    assert "  0, 1, 2" in run(f"plan {option} --rank 2")
-
-
-def test_a_saved_plan_may_begin_with_any_layout_and_names_are_shown_as_they_are(saved, tmp_path):
-    vision = RankLayout(("a", "dp"), (2, 8))
-    layouts = {"vision": vision, "decoder": RankLayout(("[red]",), (8,))}
-    rows = (GroupRow("V", "vision", ("dp",)), GroupRow("D", "decoder", ("[red]",)))
-    option = saved(GroupPlan(layouts, rows).to_json())
-    printed = run(f"plan {option}")
-    assert "8 ranks on 2 hosts of 8: [red]=8" in printed
-    assert (row(printed, "V"), row(printed, "D")) == ("dp 8 2 2", "[red] 8 1 1")
-    # Without a decoder the picture and the page are those of all layouts.
-    layouts = {"vision": vision, "text": RankLayout(("b",), (8,))}
-    option = saved(GroupPlan(layouts).to_json())
-    run(f"show {option} --svg {tmp_path / 'plan.svg'} --html {tmp_path / 'page.html'}")
-    assert "16 ranks, 2 hosts: a=2 dp=8" in (tmp_path / "plan.svg").read_text()
-    assert '"offered":["vision","text"]' in (tmp_path / "page.html").read_text()
-
-
 @pytest.mark.parametrize("dim", ["pp", "tp"])
 def test_check_refuses_a_plan_with_a_dim_that_it_has_no_rules_for(saved, dim):
     option = saved(run(f"plan {SIZES} --json").replace(f'"{dim}"', '"stage"'))
@@ -190,29 +165,6 @@ def test_numbers_are_whole_in_a_narrow_terminal():
     command = "check --world-size 16384 --tp 4 --etp 2 --cp 2 --ep 4 --pp 2 --suggest"
     numbers = {word for word in run(command, COLUMNS="200").split() if word.isdigit()}
     assert len(numbers) > 5 and numbers <= set(run(command, COLUMNS="50").split())
-
-
-@pytest.mark.parametrize("width", [40, 60, 80])
-@pytest.mark.parametrize(
-    ("command", "status"),
-    [
-        (f"plan {SIZES} --all --megatron 0.19.2", 0),
-        (f"plan {SIZES} --rank 3 --megatron 0.19.2", 0),
-        ("check --world-size 16384 --tp 4 --etp 2 --cp 2 --ep 4 --pp 2 --suggest", 0),
-        (f"show {SIZES}", 0),
-        (f"diff '{SIZES}' '{HOSTS}'", 1),
-    ],
-)
-def test_tables_keep_to_the_width_of_the_terminal_and_lose_no_letter(command, status, width):
-    def letters(columns):
-        printed = run(command, status, COLUMNS=str(columns))
-        # The lines of a group's members, and of a host's ranks, depend on the width.
-        return printed, sorted("".join(printed.split()))
-
-    printed, narrow = letters(width)
-    assert max(map(len, printed.splitlines())) <= width
-    if not command.startswith("show"):
-        assert narrow == letters(200)[1]
 
 
 def test_the_release_that_is_planned_is_saved_and_its_reason_told(saved, monkeypatch):
@@ -297,13 +249,6 @@ def test_a_reader_that_closes_the_pipe_early_changes_no_status_and_causes_no_mes
     assert (done.returncode, done.stderr) == (status, b"")
 
 
-def test_colours_tell_groups_apart():
-    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    _, out, _ = in_a_process(f"show {HOSTS} --tp 4", **terminal)
-    (line, *_) = [line for line in out.splitlines() if "host0" in line]
-    assert len(set(re.findall(r"48;2;[\d;]+", line))) == 2
-
-
 @pytest.mark.parametrize(
     ("before", "refusal"),
     [
@@ -315,3 +260,9 @@ def test_without_the_extra_the_command_says_what_to_install(before, refusal):
     status, _, err = in_a_process("plan --from-args 'torchrun x.py'", before)
     assert status == 2 and err.startswith("hypergrid: ") and err.count("\n") == 1
     assert f"{refusal}: pip install '.[cli]' in a checkout of hypergrid" in err
+
+
+def test_a_wrong_release_in_the_environment_is_refused_by_name():
+    status, _, err = in_a_process("plan --world-size 8", HYPERGRID_MEGATRON_RELEASE="banana")
+    assert status == 2
+    assert err.startswith("hypergrid: HYPERGRID_MEGATRON_RELEASE='banana' is not a release")
