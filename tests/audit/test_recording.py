@@ -236,6 +236,20 @@ def test_a_directory_that_goes_away_is_warned_of_and_training_goes_on(tmp_path, 
     assert read(tmp_path / "left").reads == 2
 
 
+@pytest.mark.parametrize("suffix", [".part", ".json"])
+def test_a_link_that_another_user_put_there_is_not_written_through(tmp_path, suffix):
+    private = tmp_path / "private"
+    private.touch()
+    written = log.Log(tmp_path / "audit")
+    written.write()
+    (file,) = (tmp_path / "audit").iterdir()
+    file.with_suffix(suffix).unlink(missing_ok=True)
+    file.with_suffix(suffix).symlink_to(private)
+    written.close()
+    assert private.read_text() == ""
+    assert file.is_file() and not file.is_symlink()
+
+
 def test_a_directory_where_every_user_may_replace_files_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match=r"every user may replace the files in .*chmod \+t"):
